@@ -109,7 +109,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
         # Unlike Path's methods, os.path's raise nothing in a directory that may not be entered.
         path = path.parent if path.name in (METRICS, CONFIG) and os.path.isfile(path) else path
         if not os.path.isdir(path):
-            problems.append(Problem("DIR", _absence(word, path)))
+            problems.append(Problem("DIR", f"there is no directory {word}"))
         elif below := sorted(_runs_below(path, DEPTH), key=_natural):
             for root in below:
                 roots.setdefault(root.resolve(), root)
@@ -278,13 +278,3 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
         (1, float(part), "") if _NUMBER.fullmatch(part) else (0, 0.0, part)
         for part in _NUMBER.split(str(path))
     ]
-
-
-def _absence(word: str, path: Path) -> str:
-    """Return why a word names no directory, with the directories next to its path."""
-    try:
-        near = sorted(inner.name for inner in path.parent.iterdir() if inner.is_dir())
-    except OSError:
-        near = []
-    shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
-    return f"there is no directory {word}" + (f"; {path.parent} has {shown}" if near else "")

@@ -11,9 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,10 +19,9 @@ from types import FrameType
 from maxpipe.comparison.recorded import has_runs, read_runs
 from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import read_overrides, split_values
+from maxpipe.config.files import split_values
 from maxpipe.config.imports import import_words
 from maxpipe.config.load import Loaded, load
-from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervise.ending import die_with_parent
@@ -34,9 +31,8 @@ FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
 _FLAG = "--sweep"
 _OWN = {
-    "run_name": "is no key to sweep over: each run is called run_name and its values; words after "
-    "--sweep are swept, so set run_name before it",
-    "output_dir": "is no key to sweep over: all runs of a sweep are in it; set it before --sweep",
+    "run_name": "each run is called run_name and its values; set it before --sweep",
+    "output_dir": "all runs of a sweep are in it; set it before --sweep",
 }
 _LONGEST_NAME = 200
 
@@ -110,7 +106,7 @@ def plan_members(
     Raises:
       ConfigError: a word or a configuration is wrong; lists all problems.
     """
-    values = _parse(words, overrides)
+    values = _parse(words)
     root, run_name = Path(base.config.output_dir), base.config.run_name
     keys = [key for key, some in values.items() if len(some) > 1]
     members: list[Member] = []
@@ -129,7 +125,7 @@ def plan_members(
     return members
 
 
-def _parse(words: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+def _parse(words: Sequence[str]) -> dict[str, list[str]]:
     """Return key -> values of the words of a sweep.
 
     Raises:
@@ -137,29 +133,13 @@ def _parse(words: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str
     """
     values: dict[str, list[str]] = {}
     problems: list[str] = []
-    set_here: set[str] = set()
-    given = {setting.key for setting in read_overrides(overrides)[0]}
     for word in words:
         key, equals, text = word.partition("=")
-        some = split_values(text)
-        # A section has several keys.
-        keys = {s.key for value in some for s in read_overrides([f"{key}={value}"])[0]}
         if not equals:
             problems.append(f"{word!r} is not of the form key=value,value")
-        elif own := keys & _OWN.keys():
-            problems += [f"{name}: {_OWN[name]}" for name in sorted(own)]
-        elif unknown := keys - OPTIONS.keys():
-            problems += [f"{name}: {unknown_key(name)}" for name in sorted(unknown)]
-        elif twice := keys & (given | set_here):
-            where = _FLAG if twice & set_here else "the rest of the command line"
-            problems += [f"{name}: is set in {where}, too; give it once" for name in sorted(twice)]
-        elif "" in some:
-            problems.append(f"{word}: there is an empty value between commas")
-        elif repeated := [value for value in {*some} if some.count(value) > 1]:
-            problems.append(f"{word}: {', '.join(sorted(repeated))} comes twice")
-        if equals:
-            values.setdefault(key, some)
-            set_here |= keys
+        elif key in _OWN:
+            problems.append(f"{key}: {_OWN[key]}")
+        values.setdefault(key, []).extend(split_values(text))
     if not problems and all(len(some) == 1 for some in values.values()):
         example = f"{words[0]},..."
         problems.append(f"names one run; give a key several values, as {example}")
@@ -195,9 +175,8 @@ def _run(command: Sequence[str]) -> int:
         received.append(number)
         process.send_signal(as_passed_on(number))
 
-    is_main = threading.current_thread() is threading.main_thread()
     try:
-        with handling(numbers_to_pass_on(), pass_on) if is_main else nullcontext():
+        with handling(numbers_to_pass_on(), pass_on):
             code = process.wait()
     finally:
         if process.poll() is None:  # an error here must not leave it running

@@ -36,25 +36,16 @@ def comparison_text(runs: Sequence[Recorded]) -> str:
 
 def run_text(run: Recorded) -> str:
     """Return everything about one run in lines."""
-    best = run.best_eval
     tokens = run.tokens_per_step
-    seconds = run.median("step_seconds")
+    spent = [f"{name} {format_seconds(value)}" for name, value in run.seconds.items() if value >= 1]
     lines = {
         "directory": str(run.root),
-        "steps": f"{run.step} of {run.total_steps or '?'}",
-        "loss": _loss(run),
-        "eval loss": _figure(run.eval_loss, ".4f"),
-        "best eval": f"{best[1]:.4f} after step {best[0]}" if best else "-",
-        "bits/byte": _figure(run.bits_per_byte, ".4f"),
+        **dict(zip(HEADER[1:], figures(run)[1:], strict=True)),
         "tokens": f"{run.step * tokens:,}" if tokens else "-",
-        "tokens/s": _of_all_steps(_rate(run.median("tokens_per_second"))),
-        "step": _of_all_steps("-" if seconds is None else f"{seconds:.4g} s"),
-        "MFU": _mfu(run.median("mfu")),
+        "s/step": _figure(run.median("step_seconds"), ".4g"),
         "grad norm": _figure(run.steps["grad_norm"][-1] if run.step else None, ".4g"),
+        "time spent": ", ".join(spent) or "-",
     }
-    spent = [f"{name} {format_seconds(value)}" for name, value in run.seconds.items() if value >= 1]
-    if spent:
-        lines["time spent"] = ", ".join(spent)
     text = f"{run.name}\n" + "".join(f"  {name:<12}{value}\n" for name, value in lines.items())
     if not run.settings:
         return f"{text}  there is no readable config.yml\n"
@@ -66,16 +57,16 @@ def run_text(run: Recorded) -> str:
 
 def figures(run: Recorded) -> tuple[str, ...]:
     """Return the cells of a run below `HEADER`."""
-    best = run.best_eval
+    best, rate = run.best_eval, run.median("tokens_per_second")
     return (
         run.name,
         f"{run.step}/{run.total_steps or '?'}",
-        _loss(run),
+        _figure(run.loss, ".4f") if run.last_is_finite else "not finite",
         _figure(run.eval_loss, ".4f"),
         f"{best[1]:.4f} @{best[0]}" if best else "-",
         _figure(run.bits_per_byte, ".4f"),
-        _rate(run.median("tokens_per_second")),
-        _mfu(run.median("mfu")),
+        "-" if rate is None else format_count(rate),
+        _figure(run.median("mfu"), ".1%"),
     )
 
 
@@ -92,24 +83,8 @@ def value_text(run: Recorded, key: str) -> str:
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
 
 
-def _loss(run: Recorded) -> str:
-    return _figure(run.loss, ".4f") if run.last_is_finite else "not finite"
-
-
 def _figure(value: Number, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _of_all_steps(median: str) -> str:
-    return median if median == "-" else f"{median}, the median of all steps"
-
-
-def _mfu(value: Number) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _rate(value: Number) -> str:
-    return "-" if value is None else format_count(value)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

@@ -55,8 +55,9 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_ls_has_a_line_with_the_figures_of_each_run_in_natural_order(two, capsys):
-    header, *lines = printed(capsys, "ls", two).splitlines()
+def test_ls_has_a_line_with_the_figures_of_each_run_in_natural_order(two, capsys, monkeypatch):
+    monkeypatch.chdir(two.parent)
+    header, *lines = printed(capsys, "ls").splitlines()
     assert " ".join(header.split()) == "run step loss eval loss best eval bits/byte tokens/s MFU"
     # 16 x 128 tokens in 2 s; the first step, with compilation, does not count.
     assert [line.split() for line in lines] == [
@@ -85,11 +86,6 @@ def test_change_midway_is_marked_and_derived_keys_do_not_count_as_differences(tw
         assert "0.003 to step 4, 0.0001" in text
         assert "unpadded_vocab_size" not in text
     assert "0.003 to step 4, 0.0001" in page_html(read_runs([str(two)]))
-
-
-def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
-    monkeypatch.chdir(two.parent)
-    assert printed(capsys, "ls") == printed(capsys, "ls", "runs")
 
 
 def test_run_that_ended_with_steps_that_are_not_finite_says_so(tmp_path, capsys):
@@ -131,53 +127,39 @@ def test_ls_leaves_out_what_it_may_not_read_and_says_so(two, capsys, monkeypatch
     # Root, as which tests may run, is refused nothing.
     (two / "secret").mkdir()
     refused = two / "secret", two / "run-10" / "metrics.jsonl"
+    for name in ("iterdir", "open"):
+        method = getattr(Path, name)
 
-    def refusing(method):
-        def call(path, *args, **options):
+        def call(path, *args, method=method, **options):
             if path in refused:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             return method(path, *args, **options)
 
-        return call
-
-    monkeypatch.setattr(Path, "iterdir", refusing(Path.iterdir))
-    monkeypatch.setattr(Path, "open", refusing(Path.open))
+        monkeypatch.setattr(Path, name, call)
     assert runs.main(["ls", str(two)]) == 0
     out, err = capsys.readouterr()
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["run-2", "6/8"],
-        ["run-10", "0/6"],
-    ]
-    assert err.splitlines() == [
-        f"warning: {path} is left out: Permission denied" for path in refused
-    ]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["6/8", "0/6"]
+    assert err.splitlines() == [f"warning: {p} is left out: Permission denied" for p in refused]
 
 
-def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
+def test_runs_of_one_name_are_told_apart_by_the_path_before_it_and_each_is_read_once(tmp_path):
     assert _names([Path("/base"), Path("/a/base")]) == ["/base", "a/base"]
     write_run(tmp_path / "a" / "base")
     write_run(tmp_path / "b" / "base")
     assert [run.name for run in read_runs([str(tmp_path)])] == ["a/base", "b/base"]
-    twice = [str(tmp_path / "a" / "base"), str(tmp_path / "a" / "base" / "metrics.jsonl")]
-    assert [run.name for run in read_runs(twice)] == ["base"]
-
-
-def test_run_that_is_named_by_two_paths_is_read_once(two, monkeypatch):
-    monkeypatch.chdir(two)
-    (two.parent / "link").symlink_to(two)
-    run = two / "run-2"
-    words = ["run-2", str(run), "../runs/run-2", "../link/run-2", "run-10"]
-    read = read_runs(words)
-    assert [(run.name, str(run.root)) for run in read] == [("run-2", "run-2"), ("run-10", "run-10")]
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    names = ("a/base", "a/base/metrics.jsonl", "b/base", "link/base", "b/../a/base")
+    read = read_runs([str(tmp_path / name) for name in names])
+    assert [run.root for run in read] == [tmp_path / "a" / "base", tmp_path / "b" / "base"]
 
 
 def test_show_has_all_about_a_run(two, capsys):
     text = printed(capsys, "show", two / "run-2")
     for pattern in (
-        "steps +6 of 8",
-        "best eval +3.5000 after step 6",
+        "step +6/8",
+        "best eval +3.5000 @6",
         "tokens +12,288",
-        "step +2 s",
+        "s/step +2",
         "time spent +step 1:10$",
         "optimizer.learning_rate +0.0001",
         "model.embed_dim +128",
@@ -206,15 +188,13 @@ def test_compare_of_long_names_has_a_line_for_each_run(tmp_path, capsys):
     assert [line.split()[1] for line in differences[1:]] == ["0.0001", "0.001"]
 
 
-def test_compare_of_equal_configurations_says_so(tmp_path, capsys):
+def test_compare_of_equal_configurations_says_so_and_a_key_that_is_lacking_is_its_default(
+    tmp_path, capsys
+):
     for name in ("a", "b"):
         write_run(tmp_path / name)
     assert "the configurations are the same" in printed(capsys, "compare", tmp_path)
-
-
-def test_key_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path):
-    write_run(tmp_path / "new")
-    (write_run(tmp_path / "old") / "config.yml").write_text("steps: 200\n")
+    (tmp_path / "b" / "config.yml").write_text("steps: 200\n")  # of an earlier version
     assert "seed" not in differing_keys(read_runs([str(tmp_path)]))
     assert "model.embed_dim" in differing_keys(read_runs([str(tmp_path)]))
 
