@@ -19,7 +19,6 @@ from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.outputs import unwritable
-from maxpipe.supervise.signals import INTERRUPTED
 
 
 @exit_on_config_error()
@@ -32,19 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.include and not Path(flags.include).is_dir():
         raise ConfigError(Problem("--include", f"there is no directory {flags.include}"))
     import_variants(flags.imports)
-    try:
-        with optional("lm_eval", "eval", "--tasks"):
-            if not is_installed("lm_eval"):
-                raise ModuleNotFoundError(name="lm_eval")
-            checkpoint = find_checkpoint(flags)
-            import lm_eval  # noqa: F401  # takes seconds
-        # Imports JAX, which errors of the command line should not wait for.
-        from maxpipe.generate.lm_eval_model import launch
+    with optional("lm_eval", "eval", "--tasks"):
+        if not is_installed("lm_eval"):
+            raise ModuleNotFoundError(name="lm_eval")
+        checkpoint = find_checkpoint(flags)
+        import lm_eval  # noqa: F401  # takes seconds
+    # Imports JAX, which errors of the command line should not wait for.
+    from maxpipe.generate.lm_eval_model import launch
 
-        return launch(flags, *checkpoint)
-    except KeyboardInterrupt:
-        print(flush=True)
-        return INTERRUPTED
+    return launch(flags, *checkpoint)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,6 @@ from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.outputs import check_local
 from maxpipe.config.sections.model import DTYPES
-from maxpipe.supervise.signals import INTERRUPTED
 
 FILE_SIZE = 5.0  # GB
 
@@ -40,15 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_local(f"--{name}", getattr(flags, name) or "")
     import_variants(flags.imports)
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
-    try:
-        checkpoint = find_checkpoint(flags)
-        # Imports JAX, which errors of the command line should not wait for.
-        from maxpipe.training.export import launch
+    checkpoint = find_checkpoint(flags)
+    # Imports JAX, which errors of the command line should not wait for.
+    from maxpipe.training.export import launch
 
-        return launch(flags, *checkpoint)
-    except KeyboardInterrupt:
-        print(flush=True)
-        return INTERRUPTED
+    return launch(flags, *checkpoint)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,14 +12,15 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import os
 from collections.abc import Sequence
+from dataclasses import fields
 
 from maxpipe.checkpoint.run_argument import find_checkpoint, run_parser
-from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
-from maxpipe.config.sections import MOST_SEED
-from maxpipe.supervise.signals import INTERRUPTED
+from maxpipe.generate.text import Options
+
+_NAMES = [field.name for field in fields(Options)]
 
 
 @exit_on_config_error()
@@ -31,95 +32,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--prompt is required, or --chat")
     if flags.system and not flags.chat:
         parser.error("--system is for --chat")
+    try:
+        flags.options = Options(**{name: getattr(flags, name) for name in _NAMES})
+    except ValueError as error:
+        name, _, reason = str(error).partition(": ")
+        parser.error(f"--{name.replace('_', '-')}: {reason}")
     check_flags(flags, "tokenizer")
     import_variants(flags.imports)
-    try:
-        checkpoint = find_checkpoint(flags)
-        # Imports JAX, which errors of the command line should not wait for.
-        from maxpipe.generate.launch import launch
+    checkpoint = find_checkpoint(flags)
+    # Imports JAX, which errors of the command line should not wait for.
+    from maxpipe.generate.launch import launch
 
-        return launch(flags, *checkpoint)
-    except KeyboardInterrupt:
-        print(flush=True)
-        return INTERRUPTED
+    return launch(flags, *checkpoint)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = run_parser("generate", "Continue a text with a trained model, or talk to it.")
     add = parser.add_argument
-    add("--prompt", type=_utf8, metavar="TEXT", help="the text to continue")
+    add("--prompt", metavar="TEXT", help="the text to continue")
     add(
         "--chat",
         action="store_true",
         help="answer --prompt, laid out by the run's chat template; without --prompt, every line "
         "that is typed",
     )
-    add("--system", type=_utf8, metavar="TEXT", help="with --chat: a system message")
-    add(
-        "--max-tokens",
-        type=number_flag(int, 1),
-        default=200,
-        metavar="N",
-        help="tokens at most; default %(default)s",
-    )
+    add("--system", metavar="TEXT", help="with --chat: a system message")
     add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")
-    add(
-        "--temperature",
-        type=number_flag(float, 0),
-        default=0.8,
-        metavar="X",
-        help="below 1 favors likely tokens, 0 takes the most likely one; default %(default)s",
-    )
-    add(
-        "--top-k",
-        type=number_flag(int, 0),
-        default=0,
-        metavar="N",
-        help="draw from this many most likely tokens; 0 = all, the default",
-    )
-    add(
-        "--top-p",
-        type=number_flag(float, 1e-6, 1),
-        default=1.0,
-        metavar="P",
-        help="draw from the most likely tokens that together have this probability; "
-        "1 = all, the default",
-    )
-    add(
-        "--seed",
-        type=number_flag(int, 0, MOST_SEED),
-        default=0,
-        metavar="N",
-        help="of the draws; default %(default)s",
-    )
-    add(
-        "--stop",
-        type=_nonempty,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end after this text; may be repeated",
-    )
+    numbers = {
+        "max_tokens": "tokens at most",
+        "temperature": "below 1 favors likely tokens, 0 takes the most likely one",
+        "top_k": "draw from this many most likely tokens; 0 = all",
+        "top_p": "draw from the most likely tokens that together have this probability; 1 = all",
+        "seed": "of the draws",
+    }
+    for name, text in numbers.items():
+        default = getattr(Options, name)
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            metavar="N" if isinstance(default, int) else "X",
+            help=f"{text}; default: {default}",
+        )
+    add("--stop", action="append", default=[], metavar="TEXT", help="end after it; repeatable")
     add(
         "--stop-token",
-        type=number_flag(int, 0),
+        type=int,
         action="append",
         default=[],
+        dest="stop_tokens",
         metavar="ID",
-        help="end before this token, as before the end of document; may be repeated",
+        help="end before this token, as before the end of document; repeatable",
     )
     return parser
-
-
-def _utf8(word: str) -> str:
-    """Return a word of the command line as UTF-8, even if the locale is ASCII only."""
-    return os.fsencode(word).decode("utf-8", errors="replace")
-
-
-def _nonempty(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("is empty, which every text contains")
-    return text
 
 
 if __name__ == "__main__":

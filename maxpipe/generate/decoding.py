@@ -111,24 +111,7 @@ class Decoder:
         What follows the first `length` tokens, from 1 to P, changes nothing, so that one program
         reads prompts of several lengths.
         """
-        rest = self._window - tokens.shape[1]
-        assert 0 <= rest < self._window
-
-        def attend_prompt(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            cache: KeysValues | None,
-            options: AttentionOptions,
-        ) -> tuple[jax.Array, KeysValues]:
-            # No token sees later ones, and `step` writes a slot before it reads it.
-            padding = ((0, 0), (0, rest), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
-            segments = jnp.ones_like(tokens)
-            context = dot_product_attention(q, k, v, segments, options)
-            return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
-
-        start = jnp.zeros((), jnp.int32)
-        x, cache = self._run(params, tokens, start, attend_prompt, None)
+        x, cache = self._read(params, tokens)
         last = jax.lax.dynamic_index_in_dim(x, length - 1, axis=1, keepdims=False)
         return self._program.logits(params, last), cache
 
@@ -137,7 +120,13 @@ class Decoder:
 
         T is at most W; each row begins a text.
         """
-        assert 0 < tokens.shape[1] <= self._window
+        x, _ = self._read(params, tokens)  # the compiler leaves out the cache
+        return self._program.logits(params, x)
+
+    def _read(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+        """Read the first tokens of texts [B,T]; return (activations [B,T,D], cache)."""
+        rest = self._window - tokens.shape[1]
+        assert 0 <= rest < self._window
 
         def attend_all(
             q: jax.Array,
@@ -146,10 +135,12 @@ class Decoder:
             cache: KeysValues | None,
             options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
-            return dot_product_attention(q, k, v, jnp.ones_like(tokens), options), ()
+            # No token sees later ones, and `step` writes a slot before it reads it.
+            padding = ((0, 0), (0, rest), (0, 0), (0, 0))  # [B,T,K,C] -> [B,W,K,C]
+            context = dot_product_attention(q, k, v, jnp.ones_like(tokens), options)
+            return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
 
-        x, _ = self._run(params, tokens, jnp.zeros((), jnp.int32), attend_all, None)
-        return self._program.logits(params, x)
+        return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_all, None)
 
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: Cache

@@ -12,12 +12,10 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
 from maxpipe.generate.chat import TooLong
-from maxpipe.generate.decoding import Sampling
 from maxpipe.generate.model import Model
 from maxpipe.generate.text import check_tokens, read_prompt
 
 DONE, NOT_LOADED = 0, 1  # exit codes
-
 Draw = Callable[[Sequence[int]], Iterator[str]]  # token ids of a prompt -> what follows
 
 
@@ -32,7 +30,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         model = Model(store, steps, flags.tokenizer)
         # Check the command line's values before reading the parameters.
         tokenizer = model.find_tokenizer()
-        check_tokens(flags.stop_token, model.config.model.num_token_ids)
+        check_tokens(flags.options.stop_tokens, model.config.model.num_token_ids)
         if flags.chat:
             prompt = model.read_conversation([*system, _said("user", flags.prompt or "")])
         else:
@@ -41,14 +39,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(not_read(store, steps, error), file=sys.stderr)
         return NOT_LOADED
-    draw: Draw = partial(
-        model.answer if flags.chat else model.stream,
-        sampling=Sampling(flags.temperature, flags.top_k, flags.top_p),
-        seed=flags.seed,
-        max_tokens=flags.max_tokens,
-        stop=flags.stop,
-        stop_tokens=flags.stop_token,
-    )
+    draw: Draw = partial(model.answer if flags.chat else model.stream, options=flags.options)
     if flags.chat and flags.prompt is None:
         _talk(model, draw, system)
         return DONE

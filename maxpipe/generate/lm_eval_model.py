@@ -40,8 +40,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.outputs import write_file
 from maxpipe.data.tokenizers import encode_prompt, frame_of
 from maxpipe.generate.decoding import Decoder
-from maxpipe.generate.model import Model, checked_sampling, load_model
-from maxpipe.generate.text import check_known
+from maxpipe.generate.model import Model, load_model
+from maxpipe.generate.text import Options, check_known
 from maxpipe.model.parameters import Params
 
 DONE, NOT_LOADED = 0, 1  # exit codes
@@ -53,19 +53,25 @@ _NEUTRAL = {"num_beams": 1}  # options of tasks that change nothing
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 
 
+@register_model("maxpipe")
 class ModelOfRun(TemplateLM):
     """A loaded model as lm-eval takes it.
 
     Texts begin like documents in training. A context too long for `data.sequence_length` loses its
     beginning, and one of more than half of that leaves room for the answer. Samples of a text
-    differ from each other. `batch_size` texts are scored at once.
+    differ from each other.
+
+    Args:
+      run_dir: the model, or its run as for `maxpipe.load_model`.
+      batch_size: number of texts that are scored at once.
+      **arguments: step, average and tokenizer, as for `maxpipe.load_model`.
     """
 
-    def __init__(self, model: Model, batch_size: int = 8):
+    def __init__(self, run_dir: str | Model, batch_size: int = 8, **arguments: Any):
         super().__init__()
-        self.model = model
+        self.model = run_dir if isinstance(run_dir, Model) else load_model(run_dir, **arguments)
         self.batch_size = max(1, int(batch_size))
-        self.max_length = model.config.data.sequence_length
+        self.max_length = self.model.config.data.sequence_length
         self._num_written = 0  # number of texts; each is drawn with a seed of its own
 
     @property
@@ -160,31 +166,24 @@ class ModelOfRun(TemplateLM):
             message = f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(_KNOWN))}"
             raise ValueError(f"generation_kwargs: {message}")
         ends = [end for end in wishes["until"] if end]
-        max_tokens, is_drawn = wishes["max_gen_toks"], wishes["do_sample"]
-        numbers: tuple[float, int, float] = (0.0, 0, 1.0)
-        if is_drawn:
+        max_tokens, seed = wishes["max_gen_toks"], self._num_written
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if wishes["do_sample"]:
             top_k = int(wishes.get("top_k", 0))
-            top_k = 0 if top_k == -1 else top_k  # vLLM's -1 means all
-            numbers = float(wishes.get("temperature", 1.0)), top_k, float(wishes.get("top_p", 1.0))
-        seed = self._num_written
+            drawn = {
+                "temperature": float(wishes.get("temperature", 1.0)),
+                "top_k": 0 if top_k == -1 else top_k,  # vLLM's -1 means all
+                "top_p": float(wishes.get("top_p", 1.0)),
+            }
         try:
-            sampling = checked_sampling(max_tokens, *numbers, seed)
+            chosen = Options(max_tokens, seed=seed, stop=ends, **drawn)
         except ValueError as error:
             raise ValueError(f"generation_kwargs: {error}") from None
         # An answer may be longer than the model's window; half of that is kept for the context.
         room = max(self.max_length - max_tokens, self.max_length // 2, 1)
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         self._num_written += 1
-        text = "".join(
-            self.model.stream(
-                prompt,
-                sampling=sampling,
-                seed=seed,
-                max_tokens=max_tokens,
-                stop=ends,
-                stop_tokens=(),
-            )
-        )
+        text = "".join(self.model.stream(prompt, chosen))
         return text[: min([text.find(end) for end in ends if end in text], default=len(text))]
 
     @cached_property
@@ -203,22 +202,6 @@ class ModelOfRun(TemplateLM):
             return likelihood, jnp.argmax(logits, axis=-1) == targets
 
         return jax.jit(scores)
-
-
-@register_model("maxpipe")
-class NamedRun(ModelOfRun):
-    """The same, built from arguments of `maxpipe.load_model`, as lm-eval's registry does."""
-
-    def __init__(
-        self,
-        run_dir: str,
-        step: int | None = None,
-        average: int = 1,
-        tokenizer: str | None = None,
-        batch_size: int = 8,
-    ):
-        model = load_model(run_dir, step=step, average=average, tokenizer=tokenizer)
-        super().__init__(model, batch_size)
 
 
 def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:

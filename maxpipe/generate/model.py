@@ -1,6 +1,5 @@
 """Use a trained model from Python: logits of tokens, text after a prompt, answers in chats."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,12 +17,12 @@ from maxpipe.checkpoint.run_argument import check_variants, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
-from maxpipe.config.sections import MOST_SEED
 from maxpipe.data.chat_template import ChatTemplate, Message
 from maxpipe.data.tokenizers import Tokenizer
 from maxpipe.generate.chat import before, end_of_turn, find_chat_template, read_conversation
 from maxpipe.generate.decoding import Decoder, Sampling, generate, load_parameters
 from maxpipe.generate.text import (
+    Options,
     TextStream,
     check_known,
     check_tokens,
@@ -110,11 +109,7 @@ class Model:
         Raises:
           ValueError: they have another shape or dtype, or are not ids of the model.
         """
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            message = "expected rows of one length; pad the ends of shorter ones with any token"
-            raise ValueError(f"tokens: {message}") from None
+        ids = np.asarray(tokens)
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             shape = f"{ids.dtype} {list(ids.shape)}"
             raise ValueError(f"tokens: expected integers [B, T], such as [[1, 2, 3]]; got {shape}")
@@ -131,12 +126,12 @@ class Model:
         self,
         prompt: str,
         *,
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: Sequence[str] = (),
+        max_tokens: int = Options.max_tokens,
+        temperature: float = Options.temperature,
+        top_k: int = Options.top_k,
+        top_p: float = Options.top_p,
+        seed: int = Options.seed,
+        stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
     ) -> str:
         """Return what the model writes after a prompt, as `python -m maxpipe.generate` prints it.
@@ -154,61 +149,39 @@ class Model:
         Raises:
           ValueError: an argument is out of range, or the prompt empty or too long.
         """
-        sampling = checked_sampling(max_tokens, temperature, top_k, top_p, seed)
-        stops = _stop_texts(stop)
+        options = Options(max_tokens, temperature, top_k, top_p, seed, stop, stop_tokens)
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
             ids = read_prompt(prompt, self.tokenizer, self.config)
-        texts = self.stream(
-            ids,
-            sampling=sampling,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stops,
-            stop_tokens=stop_tokens,
-        )
-        return "".join(texts)
+        return "".join(self.stream(ids, options))
 
     def chat(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[object] | None = None,
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: Sequence[str] = (),
-        stop_tokens: Sequence[int] = (),
+        **options: Any,
     ) -> str:
         """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
 
         Args:
           messages: dicts {"role": ..., "content": ...}, with further keys of the chat template.
           tools: descriptions of the tools that may be called.
-          max_tokens, temperature, top_k, top_p, seed, stop, stop_tokens: as for `generate`.
+          **options: max_tokens, temperature, top_k, top_p, seed, stop, stop_tokens, as for
+            `generate`.
 
         Raises:
           ValueError: an argument is out of range, the run has no chat template, or the template
             refuses the conversation, or it is too long.
         """
-        sampling = checked_sampling(max_tokens, temperature, top_k, top_p, seed)
-        stops = _stop_texts(stop)
+        chosen = Options(**options)
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             example = '[{"role": "user", "content": "Hi"}]'
             raise ValueError(f"messages: expected a list of them, such as {example}")
         with _naming_arguments():
-            check_tokens(stop_tokens, self.config.model.num_token_ids)
-            texts = self.answer(
-                self.read_conversation(messages, tools),
-                sampling=sampling,
-                seed=seed,
-                max_tokens=max_tokens,
-                stop=stops,
-                stop_tokens=stop_tokens,
-            )
-            return "".join(texts).rstrip()
+            check_tokens(chosen.stop_tokens, self.config.model.num_token_ids)
+            prompt = self.read_conversation(messages, tools)
+            return "".join(self.answer(prompt, chosen)).rstrip()
 
     def read_conversation(
         self, messages: Sequence[Message], tools: Sequence[object] | None = None
@@ -223,29 +196,18 @@ class Model:
         check_known(ids, self.tokenizer, self.config.model.num_token_ids, "--chat")
         return ids
 
-    def answer(
-        self, prompt: Sequence[int], *, stop_tokens: Sequence[int], **options: Any
-    ) -> Iterator[str]:
+    def answer(self, prompt: Sequence[int], options: Options) -> Iterator[str]:
         """Yield the answer up to the end of the assistant's turn; arguments as for `stream`."""
         end = end_of_turn(self._chat_template, self.tokenizer)
-        texts = self.stream(prompt, stop_tokens=[*stop_tokens, *end.tokens], **options)
-        return before(end.text, texts)
+        options = replace(options, stop_tokens=[*options.stop_tokens, *end.tokens])
+        return before(end.text, self.stream(prompt, options))
 
-    def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        sampling: Sampling,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int],
-    ) -> Iterator[str]:
-        """Yield the text of each token after a prompt of `read_prompt` as soon as it is complete;
-        other arguments are as for `generate`.
-        """
+    def stream(self, prompt: Sequence[int], options: Options) -> Iterator[str]:
+        """Yield the text of each token after a prompt of `read_prompt`, once it is complete."""
         text_stream = TextStream(self.tokenizer, prompt)
-        ends = {self.tokenizer.eos_id, *stop_tokens, *self._ends}
+        ends = {self.tokenizer.eos_id, *options.stop_tokens, *self._ends}
+        sampling = Sampling(options.temperature, options.top_k, options.top_p)
+        seed, max_tokens = options.seed, options.max_tokens
         written = ""
         for token in generate(
             self.config, self.params, prompt, sampling, seed=seed, max_tokens=max_tokens
@@ -255,7 +217,8 @@ class Model:
             text = text_stream.add(token)
             earlier, written = len(written), written + text
             # A token may continue after the stop text that ends in it.
-            if reached := [written.index(end) + len(end) for end in stop if end in written]:
+            stops = [end for end in options.stop_texts if end in written]
+            if reached := [written.index(end) + len(end) for end in stops]:
                 yield text[: min(reached) - earlier]
                 return
             yield text
@@ -313,28 +276,3 @@ def _naming_arguments() -> Iterator[None]:
             for problem in error.problems
         ]
         raise ConfigError(*problems) from error
-
-
-def _stop_texts(stop: Sequence[str]) -> Sequence[str]:
-    """Return the texts of `stop`, which may be one; raise ValueError if one is empty."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if "" in stops:
-        raise ValueError("stop: expected texts; one is empty, which every text contains")
-    return stops
-
-
-def checked_sampling(
-    max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
-) -> Sampling:
-    """Return how to draw; raise ValueError for an argument of `generate` that is out of range."""
-    bounds = {
-        "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
-        "temperature": (temperature, 0 <= temperature < math.inf, "at least 0, and finite"),
-        "top_k": (top_k, top_k >= 0, "at least 0; 0 = all tokens"),
-        "top_p": (top_p, 0 < top_p <= 1, "above 0, and at most 1; 1 = all tokens"),
-        "seed": (seed, 0 <= seed <= MOST_SEED, f"from 0 to {MOST_SEED}"),
-    }
-    for name, (value, is_legal, legal) in bounds.items():
-        if not is_legal:
-            raise ValueError(f"{name}: expected a number {legal}; got {value}")
-    return Sampling(temperature, top_k, top_p)

@@ -1,13 +1,16 @@
-"""Choose the tokenizer of a run, read prompts with it, and write text token by token."""
+"""Say how to continue a text: options, the tokenizer of a run, prompts, text token by token."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import TOKENIZERS
+from maxpipe.config.sections import MOST_SEED
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
     TOKENIZER,
@@ -19,6 +22,40 @@ from maxpipe.data.tokenizers import (
     needed_ids,
 )
 from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a text is continued: the arguments of `Model.generate`.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: str | Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        legal = {
+            "max_tokens": (self.max_tokens >= 1, "a number at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "a number at least 0, and finite"),
+            "top_k": (self.top_k >= 0, "a number at least 0; 0 = all tokens"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0, and at most 1; 1 = all tokens"),
+            "seed": (0 <= self.seed <= MOST_SEED, f"a number from 0 to {MOST_SEED}"),
+            "stop": (all(self.stop_texts), "texts, none of them empty"),
+        }
+        for name, (is_legal, text) in legal.items():
+            if not is_legal:
+                raise ValueError(f"{name}: expected {text}; got {getattr(self, name)!r}")
+
+    @property
+    def stop_texts(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 def find_tokenizer(

@@ -11,6 +11,7 @@ from helpers.runs import write_config
 
 import maxpipe
 from maxpipe.evaluate import main
+from maxpipe.generate.text import Options
 
 WINDOW = 32  # data.sequence_length of the run
 BOS = 256
@@ -140,8 +141,8 @@ def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
 ) -> None:
     prompts = []
 
-    def stream(prompt: list[int], **options: object) -> list[str]:
-        prompts.append((prompt, options["max_tokens"]))
+    def stream(prompt: list[int], options: Options) -> list[str]:
+        prompts.append((prompt, options.max_tokens))
         return ["answer"]
 
     monkeypatch.setattr(model, "stream", stream)

@@ -1,5 +1,7 @@
 """`load_model`: logits are those of the training model, text is that of the command."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -130,7 +132,6 @@ def test_logits_refuse_what_are_no_tokens(model):
         ([[1.0, 2.0]], r"expected integers \[B, T\]"),
         ([[]], r"expected integers \[B, T\]"),
         ([[320]], "the model's ids are 0 to 319; got from 320 to 320"),
-        ([[1, 2], [3]], "^tokens: expected rows of one length"),
         ([[-1, 3]], "got from -1 to 3"),
         ([[0] * 33], r"expected at most 32 in a row \(data.sequence_length\); got 33"),
     ]:
@@ -141,8 +142,9 @@ def test_logits_refuse_what_are_no_tokens(model):
 def test_generate_refuses_bad_arguments(model):
     for options, message in [
         *(({name: -1}, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")),
+        *(({"temperature": x}, "^temperature: .*, and finite") for x in (math.inf, math.nan)),
         ({"seed": 2**32}, "^seed: expected a number from 0 to 4294967295; got 4294967296"),
-        ({"stop": ["a", ""]}, "^stop: expected texts; one is empty"),
+        ({"stop": ["a", ""]}, "^stop: expected texts, none of them empty"),
         ({"stop_tokens": [7, -1]}, "^stop_tokens: the model has no token -1; its ids are 0 to 319"),
         ({"prompt": ""}, "^prompt: is empty"),
         ({"prompt": "x" * 40}, "^prompt: has 41 tokens"),

@@ -13,7 +13,6 @@ from helpers.training_process import DEADLINE_SECONDS, command, steps_of
 from maxpipe import ctrl_c, train
 from maxpipe.__main__ import COMMANDS
 from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
-from maxpipe.generate.__main__ import _utf8
 
 ONE_DEVICE = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 
@@ -157,7 +156,3 @@ def test_emit_without_buffers_writes_its_lines_at_once():
 
     emit("two\nlines", io.TextIOWrapper(Console(), write_through=True))
     assert [data for data in writes if data] == [b"two\nlines\n"]
-
-
-def test_prompt_of_an_ascii_locale_is_read_as_utf_8():
-    assert _utf8("h\udcc3\udca9") == _utf8("h\u00e9") == "h\u00e9"
