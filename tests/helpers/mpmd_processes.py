@@ -7,7 +7,6 @@ loss, gradients and an evaluation; process 0 leaves what they joined in a file f
 import dataclasses
 import json
 import pickle
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,3 @@ def _read(directory: Path, case: int, processes: int) -> Outcome:
         float(evaluated["weight"]),
         [compiled for *_, compiled in by_process],
     )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
