@@ -34,7 +34,7 @@ from maxpipe.hf.safetensors import INDEX, WEIGHTS, SafetensorsError, copy_view, 
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
-from maxpipe.telemetry.byte_progress import format_bytes
+from maxpipe.telemetry.console import format_bytes
 
 KEY = "init_from"
 

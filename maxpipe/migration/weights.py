@@ -23,7 +23,7 @@ from maxpipe.migration.stored_model import (
     parameters,
     rotates_neighbours,
 )
-from maxpipe.telemetry.byte_progress import format_bytes
+from maxpipe.telemetry.console import format_bytes
 
 KEY = "init_from"
 

@@ -2,10 +2,10 @@
 
 import math
 import os
-import re
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TextIO
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from maxpipe.config.terminal import emit, folded, terminal_width
 
 WINDOW = 20  # steps of the running median
+SECONDS_BETWEEN_LINES = 5.0  # about bytes
 
 
 class Console:
@@ -139,17 +140,10 @@ def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
     return [max(numbers)] if numbers else []
 
 
-class _Bar(tqdm):
-    @staticmethod
-    def format_meter(*args: object, **options: object) -> str:
-        """Return the line, without a bar that has no room to show anything."""
-        return re.sub(r" ?\|[^|]{,7}(\||$)", "", tqdm.format_meter(*args, **options))
-
-
 def open_bar(stream: TextIO, **options: Any) -> tqdm:
     """Return a progress bar on a terminal, with these options of tqdm."""
     has_size = _has_size(stream)
-    return _Bar(
+    return tqdm(
         file=stream,
         dynamic_ncols=has_size,
         ncols=None if has_size else 120,
@@ -167,6 +161,30 @@ def _has_size(stream: TextIO) -> bool:
         return all(os.get_terminal_size(stream.fileno()))
     except OSError:
         return False
+
+
+class ByteProgress:
+    """Prints every few seconds how many of `total` bytes have been read."""
+
+    def __init__(self, label: str, total: int, print_line: Callable[[str], None]):
+        self._label = f"{label:<12}"
+        self._total = total
+        self._print_line = print_line
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+
+    def show(self, done: int) -> None:
+        """Print a line if the last one is old enough."""
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            total = format_bytes(self._total)
+            self._print_line(f"{self._label}{format_bytes(done)} of {total} are read")
+
+
+def format_bytes(count: int) -> str:
+    """Return a number of bytes in GB, or in MB or kB below a tenth of the larger unit."""
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    factor, unit = next((unit for unit in units if count >= unit[0] / 10), units[-1])
+    return f"{count / factor:.2f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

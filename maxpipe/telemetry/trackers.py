@@ -67,21 +67,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Where metrics are sent to; any method may raise any error.
+    """Where metrics are sent to; any method may raise any error."""
 
-    Attributes:
-      place: where a user finds the run.
-    """
+    place: str  # where a user finds the run
 
-    place: str
+    def log(self, step: int, scalars: Row) -> None: ...
 
-    def log(self, step: int, scalars: Row) -> None:
-        """Send one point for each name that has a value."""
-        ...
-
-    def close(self, *, is_done: bool) -> None:
-        """Send what is left, and report whether the run has made all of its steps."""
-        ...
+    def close(self, *, is_done: bool) -> None: ...
 
 
 class WandB:

@@ -27,7 +27,7 @@ from maxpipe.devices.agreement import agree_on
 from maxpipe.model.parameters import Params, ParamSpec, has_frozen, map_specs, trainable
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.local_files import sampled_digest
-from maxpipe.telemetry.byte_progress import ByteProgress, format_bytes
+from maxpipe.telemetry.console import ByteProgress, format_bytes
 from maxpipe.training.state import initial_params
 from maxpipe.training.trainer import ReadParameter
 

@@ -55,7 +55,7 @@ from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.supervise.failure import failing_fast
 from maxpipe.supervise.process import Supervision
 from maxpipe.supervise.run_lease import RunLease, own_run
-from maxpipe.telemetry.byte_progress import ByteProgress
+from maxpipe.telemetry.console import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
@@ -370,10 +370,8 @@ def _first_state(config: Config, trainer: Trainer[StateT], directory: RunDirecto
         return state
     for line in weights.describe():
         log(line)
-    terminal = sys.stdout if jax.process_index() == 0 else None
-    with ByteProgress("init_from", weights.num_bytes, log, terminal) as progress:
-        read = with_adapters(config, with_progress(weights, progress))
-        return trainer.replace_parameters(state, read)
+    read = with_progress(weights, ByteProgress("init_from", weights.num_bytes, log))
+    return trainer.replace_parameters(state, with_adapters(config, read))
 
 
 def _restore(

@@ -33,49 +33,32 @@ def lines():
     return []
 
 
-def sink_of(writer, lines, is_required=False, **options):
-    return Sink(
-        "the log", lambda: writer, is_required=is_required, print_line=lines.append, **options
-    )
-
-
 def write(sink, *texts):
     for text in texts:
         sink.use(lambda writer, text=text: writer.write(text))
 
 
-def test_sink_writes_and_closes_once(writer, lines):
-    for tries_again in (False, True):
-        writer.asked.clear()
-        sink = sink_of(writer, lines, tries_again=tries_again)
-        write(sink, "a", "b")
-        sink.close(Writer.close)
+@pytest.mark.parametrize("tries_again", [False, True])
+def test_sink_writes_and_closes_once_and_may_give_up_after_an_error(writer, lines, tries_again):
+    sink = Sink(
+        "the log",
+        lambda: writer,
+        is_required=False,
+        print_line=lines.append,
+        tries_again=tries_again,
+    )
+    write(sink, "a")
+    writer.is_full = True
+    write(sink, "b", "c")
+    writer.is_full = False
+    for _ in range(2):
         sink.close(Writer.close)
         write(sink, "late")
-        assert (writer.asked, lines) == (["a", "b", "close"], [])
-
-
-def test_sink_gives_a_writer_up_after_its_first_error(writer, lines):
-    sink = sink_of(writer, lines)
-    writer.is_full = True
-    write(sink, "a", "b")
-    sink.close(Writer.close)
-    assert writer.asked == ["a"]
+    assert writer.asked == (["a", "b", "c", "close"] if tries_again else ["a", "b"])
     reason = "the log cannot be written: No space left on device"
-    assert lines == [f"warning: {reason}; training continues; telemetry.required=true would end it"]
-
-
-@pytest.fixture
-def opening(writer):
-    """Return a function that opens the writer, and fails while there are errors in its list."""
-
-    def _opening():
-        if _opening.errors:
-            raise _opening.errors.pop()
-        return writer
-
-    _opening.errors = [OSError(errno.ENOSPC, "No space left on device")]
-    return _opening
+    warning = f"warning: {reason}; training continues; telemetry.required=true would end it"
+    lack = "the log lacks what could not be written 2 times"
+    assert lines == [warning, lack][: 1 + tries_again]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +72,16 @@ def opening(writer):
     ],
 )
 def test_sink_that_cannot_be_opened_is_opened_later_if_it_may(
-    writer, lines, opening, monkeypatch, failures, tries_again, pause, asked, said
+    writer, lines, monkeypatch, failures, tries_again, pause, asked, said
 ):
     monkeypatch.setattr("maxpipe.telemetry.sink.REOPENING_SECONDS", pause)
-    opening.errors *= failures
+    errors = [OSError(errno.ENOSPC, "No space left on device")] * failures
+
+    def opening():
+        if errors:
+            raise errors.pop()
+        return writer
+
     sink = Sink(
         "the log", opening, is_required=False, print_line=lines.append, tries_again=tries_again
     )

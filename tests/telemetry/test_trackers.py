@@ -97,9 +97,10 @@ def _records(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.usefixtures("offline")
-def test_wandb_offline_has_the_points_and_a_resumed_run_its_id(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_wandb_offline_has_the_points_and_no_secrets_and_a_resumed_run_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "data.path=s3://me:secret@bucket/x"])
     first = _record(tmp_path, range(1, 3), wandb="project")
     assert "telemetry.wandb: WANDB_MODE=offline; `wandb sync" in capfd.readouterr().out
     assert _record(tmp_path, range(3, 5), wandb="project") == first
@@ -109,7 +110,8 @@ def test_wandb_offline_has_the_points_and_a_resumed_run_its_id(
     points = _history(tmp_path)
     assert points["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
     assert points["eval/loss"] == [(2, 0.5), (4, 0.5)]
-    assert not any(b"secret" in file.read_bytes() for file in files)
+    written = [file for file in (tmp_path / "name").rglob("*") if file.is_file()]
+    assert not any(b"secret" in file.read_bytes() for file in written)
     assert any(b"***@bucket" in file.read_bytes() for file in files)
     # A start from the beginning is another run.
     assert _record(tmp_path, range(1, 3), wandb="project") != first
@@ -152,18 +154,6 @@ def test_wandb_leaves_another_run_of_the_process_alone(tmp_path: Path) -> None:
     other.log({"still": 1})  # raises after the end of a run
     other.finish()
     assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
-
-
-@pytest.mark.usefixtures("offline")
-def test_wandb_is_not_told_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train", "data.path=s3://me:hidden@bucket/x"])
-    _record(tmp_path, range(1, 3), wandb="project")
-    _history(tmp_path)  # all is written
-    files = [file for file in (tmp_path / "name" / "wandb").rglob("*") if file.is_file()]
-    assert any(file.suffix == ".wandb" for file in files)
-    assert [file for file in files if b"hidden" in file.read_bytes()] == []
 
 
 class Tracker:
@@ -214,16 +204,6 @@ def test_trackers_get_all_points_in_order_and_the_first_refusal_is_said_once(
         "telemetry.mlflow: https://***@server",
         f"{warning}training continues, and metrics.jsonl has every step",
     ]
-
-
-def test_tracker_that_cannot_be_opened_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Tracker:
-        raise OSError("no server")
-
-    tracking, lines = _track(monkeypatch, refuse)
-    tracking.close(is_done=True)
-    (line,) = lines
-    assert line.startswith("warning: telemetry.mlflow has failed: OSError: no server; training")
 
 
 def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,15 +304,3 @@ def test_tracker_without_its_library_names_the_extra(
         with pytest.raises(ConfigError, match=rf"^telemetry\.{name}: needs {name}, .*\[{name}\]"):
             require_trackers(telemetry)
         require_trackers(TelemetryConfig())
-
-
-def test_trackers_are_left_alone_by_all_processes_but_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("maxpipe.telemetry.recorder.Trackers", None)
-    config = replace(Config(), **{"telemetry.mlflow": "experiment"})
-    recorder = Recorder(
-        config, tmp_path, start_step=0, tokens_per_step=1, peak_seconds=None, is_main=False
-    )
-    recorder.step(1, 1.0, 1.0, 1e-3, 0.5)
-    recorder.close()
