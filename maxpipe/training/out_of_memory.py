@@ -1,8 +1,7 @@
 """Say what helps when a device's memory is not enough for a run."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +16,6 @@ from maxpipe.devices.host_memory import free_memory
 from maxpipe.devices.mesh import num_slices
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import with_gather_mode
-from maxpipe.supervise.failure import MemoryTooSmall
 
 _MOST_KNOBS = 3
 _KERNELS = ("attention", "rotation", "gating")
@@ -27,26 +25,17 @@ _REQUEST = re.compile(r"(?:allocating|to allocate|to reserve|request for) ([\d.]
 _FREE = re.compile(r"There are ([\d.]+)([KMGT]?)B? free")  # of TPUs
 
 
-@contextmanager
-def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[None]:
-    """Turn an error of JAX for lack of memory into one with sizes and remedies.
+def explanation(error: Exception, written: Config, config: Config, mesh: Mesh) -> str:
+    """Return the sizes of what has no room, and remedies; "" if an error is about something else.
 
     Args:
+      error: the error, of JAX or NumPy.
       written: the configuration as loaded; alternatives derive from it.
       config: the resolved configuration, with its stages chosen.
       mesh: the mesh of all devices.
-
-    Raises:
-      MemoryTooSmall: a device, or the host, cannot hold what was asked for.
     """
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        sizes = _sizes(str(error), mesh.devices.flat[0])
-        if not sizes:
-            raise
-        message = f"out of memory: {sizes}\n{_remedies(written, config, mesh)}"
-        raise MemoryTooSmall(message) from None
+    sizes = _sizes(str(error), mesh.devices.flat[0])
+    return sizes and f"out of memory: {sizes}\n{_remedies(written, config, mesh)}"
 
 
 def _sizes(message: str, device: jax.Device) -> str:

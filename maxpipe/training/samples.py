@@ -12,14 +12,12 @@ import jax
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import open_tokenizer
-from maxpipe.generate.decoding import Sampling, generate
 from maxpipe.generate.text import TextStream
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.inputs import read_prompts
 
 MAX_TOKENS = 40
-_GREEDY = Sampling(temperature=0)
 
 
 def check_samples(config: Config) -> None:
@@ -51,13 +49,17 @@ def samples(
       params: parameters on the host, layers in model order.
       progress: called before each text.
     """
+    from maxpipe.generate.decoding import Sampling, generate  # which few runs need
+
     tokenizer, pairs = open_tokenizer(config), []
     with jax.default_device(_cpu()), jax.transfer_guard("allow"):
         params = ModelProgram(config.model).cast(jax.device_put(params, _cpu()))
         for prompt, ids in zip(config.eval.prompts, read_prompts(config), strict=True):
             progress(f"eval.prompts: {prompt}")
             text = TextStream(tokenizer, ids)
-            tokens = generate(config, params, ids, _GREEDY, seed=0, max_tokens=MAX_TOKENS)
+            tokens = generate(
+                config, params, ids, Sampling(temperature=0), seed=0, max_tokens=MAX_TOKENS
+            )
             of_text = takewhile(lambda token: token != tokenizer.eos_id, tokens)
             pairs.append((prompt, "".join(map(text.add, of_text)) + text.finish()))
     return pairs

@@ -52,7 +52,7 @@ from maxpipe.devices.xla_flags import advice
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.plan.flops import model_flops_per_token
-from maxpipe.supervise.failure import failing_fast
+from maxpipe.supervise.failure import MemoryTooSmall, failing_fast
 from maxpipe.supervise.process import Supervision
 from maxpipe.supervise.run_lease import RunLease, own_run
 from maxpipe.telemetry.console import ByteProgress
@@ -69,7 +69,6 @@ from maxpipe.training.initial_weights import (
 )
 from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Session, run_and_close, train
-from maxpipe.training.out_of_memory import explaining_memory
 from maxpipe.training.resuming import (
     DOCUMENTS,
     FINGERPRINT,
@@ -188,6 +187,23 @@ def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
         emit(folded(text, terminal_width(sys.stdout)))
+
+
+@contextmanager
+def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[None]:
+    """Turn an error for lack of memory into one with sizes and remedies, see `out_of_memory`.
+
+    Raises:
+      MemoryTooSmall: a device, or the host, cannot hold what was asked for.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        from maxpipe.training.out_of_memory import explanation  # and with it all of maxpipe.compile
+
+        if message := explanation(error, written, config, mesh):
+            raise MemoryTooSmall(message) from None
+        raise
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from maxpipe.devices.mesh import build_mesh
 from maxpipe.supervise.failure import MemoryTooSmall
 from maxpipe.train import main
 from maxpipe.training import start
-from maxpipe.training.out_of_memory import explaining_memory
+from maxpipe.training.start import explaining_memory
 
 # As written by XLA for CPUs, GPUs (three times) and TPUs (compiling, allocating, loading).
 MESSAGES = [
