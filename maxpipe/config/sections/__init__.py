@@ -43,7 +43,8 @@ class Config:
         "runs",
         "directory in which every run has its own directory",
         pattern=r"(?=.*\S)" + A_DIRECTORY["pattern"],
-        form=f"{A_DIRECTORY['form']}; checkpoint.mirror keeps copies in an object store",
+        form=f"{A_DIRECTORY['form']}; checkpoint.mirror keeps a copy of every checkpoint in an "
+        "object store",
     )
     seed: int = option(
         0, "of initial parameters, dropout and the order of documents", minimum=0, maximum=MOST_SEED
