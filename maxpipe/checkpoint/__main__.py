@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import yaml
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Treat a state as a flat table of named arrays: names, comparison, reading from disk.
+"""Treat a state as a flat table of named arrays: names, description, comparison, reading.
 
 On disk a step's arrays are one OCDBT database that holds a zarr array per leaf. Orbax writes it.
 Here it is read by TensorStore alone: this ignores unchecked side files, starts faster, bounds host
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint.record import ITERATOR, Leaf
+from maxpipe.checkpoint.digest import Summary, summaries
+from maxpipe.checkpoint.errors import StateNotFinite
+from maxpipe.checkpoint.record import ITERATOR, PARAMS, Leaf
 from maxpipe.storage.local_files import files_in
 
 if TYPE_CHECKING:
@@ -54,6 +56,36 @@ def saveable(name: str, leaf: object) -> Array:
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     raise TypeError(f"{name} is a {type(leaf).__name__}; a checkpoint holds JAX and NumPy arrays")
+
+
+def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
+    """Return the summaries of a state's arrays; raise if the state is not finite.
+
+    Args:
+      step: number of finished training steps.
+      arrays: the state's arrays by dotted path.
+
+    Raises:
+      StateNotFinite: a number is not finite, or a parameter is so large that its square is not.
+    """
+    summary_of = summaries(arrays)
+    names = [
+        name
+        for name, summary in summary_of.items()
+        if not (summary.has_finite_squares if PARAMS in name.split(".") else summary.is_finite)
+    ]
+    if names:
+        raise StateNotFinite(step, names)
+    return summary_of
+
+
+def describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
+    """Return shape, dtype and digest of every array; raises as `check_finite`."""
+    summary_of = check_finite(step, arrays)
+    return {
+        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
+        for name, array in arrays.items()
+    }
 
 
 def differences(
@@ -132,14 +164,6 @@ def load(
             yield finish_oldest()
     while pending:
         yield finish_oldest()
-
-
-def check_stored(step_directory: Path, leaves: Mapping[str, Leaf]) -> None:
-    """Raise TensorStore's errors, or ValueError, if stored arrays are not those in `leaves`."""
-    import tensorstore as ts
-
-    for name, leaf in leaves.items():
-        _check(name, _open(step_directory / ITEM, name, ts.Context()), leaf)
 
 
 def array_spec(database: Path, name: str) -> dict[str, object]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, differences, named_leaves
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import Leaf, step_record
+from maxpipe.checkpoint.reader import read_arrays
+from maxpipe.checkpoint.record import PARAMS, Leaf, step_record
 from maxpipe.checkpoint.steps import StepStore
 
 State = TypeVar("State")
@@ -27,7 +27,7 @@ class ParameterReader:
     A leaf is read from one step at a time, so memory does not grow with the number of steps.
 
     `leaves` has shape and dtype of each parameter by its name on disk, such as
-    `params.embed.table`; `steps` the numbers of the steps.
+    `params.embed.table`; `steps` the numbers of the steps; `record` is that of the last one.
 
     Raises:
       CheckpointMismatch: the parameters of the steps differ in name, shape or dtype.
@@ -39,10 +39,11 @@ class ParameterReader:
         self.steps: list[int] = []
         for directory in directories:
             with naming_step(directory.name.partition(".")[0], len(directories)):
-                record = step_record(directory)
-            leaves = {name: leaf for name, leaf in record.leaves.items() if _is_parameter(name)}
-            self._sources.append((directory, leaves))
-            self.steps.append(record.step)
+                self.record = step_record(directory)
+            leaves = self.record.leaves.items()
+            parameters = {name: leaf for name, leaf in leaves if name.startswith(f"{PARAMS}.")}
+            self._sources.append((directory, parameters))
+            self.steps.append(self.record.step)
         self.leaves = self._sources[-1][1]
         expected = {
             name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -79,10 +80,11 @@ def open_parameters(store: StepStore, steps: Sequence[int]) -> Iterator[Paramete
         yield ParameterReader([copies.enter_context(store.local_copy(step)) for step in steps])
 
 
-def read_mean_parameters(directories: Sequence[Path], abstract_params: State) -> State:
-    """Read and verify the mean of the parameters of several steps, in float32.
+def read_parameters(directories: Sequence[Path], abstract_params: State) -> State:
+    """Read and verify the parameters of a step, or their mean over several steps in float32.
 
-    `abstract_params`, and what is raised, are those of `maxpipe.checkpoint.reader.read_parameters`.
+    `abstract_params` is `TrainState.params` in the layout on disk, with shardings; the optimizer
+    that they were trained with does not matter. Raises as `ParameterReader`.
     """
     reader = ParameterReader(directories)
     expected: dict[str, jax.ShapeDtypeStruct] = named_leaves({PARAMS: abstract_params})
@@ -108,7 +110,3 @@ def naming_step(step: int | str, num_steps: int) -> Iterator[None]:
         if num_steps == 1:
             raise
         raise type(error)(f"step {step}, one of the {num_steps} averaged: {error}") from error
-
-
-def _is_parameter(name: str) -> bool:
-    return name.startswith(f"{PARAMS}.")

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
-from maxpipe.checkpoint.description import check_finite, describe
+from maxpipe.checkpoint.arrays import Array, check_finite, describe, named_leaves, saveable
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointSaveError,

@@ -21,27 +21,24 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_step_record
 from maxpipe.checkpoint.steps import (
     ABANDONED,
+    CHECKPOINTS,
     COMMITTED,
     DAMAGED,
     UNFINISHED,
     StepEntry,
-    StepsDirectory,
     StepStore,
 )
 from maxpipe.config import Config
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
-from maxpipe.config.values import closest
 from maxpipe.storage.lease import LeaseObjects
 from maxpipe.storage.local_files import scratch_directory
-from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
+from maxpipe.storage.object_store import Deadline, explained, open_store
 from maxpipe.storage.records import Damaged, parse_record
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 KEY = "checkpoint.mirror"
-CHECKPOINTS = "checkpoints"  # name of the steps' directory within a run's directory
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
 _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
@@ -54,7 +51,7 @@ class _Commit:
     files: dict[str, int]
 
 
-class Mirror:
+class Mirror(StepStore):
     """The `StepStore` of one run in an object store; one process at a time may write to it.
 
     The store is listed once, when the object is made; later changes by other programs go
@@ -88,11 +85,8 @@ class Mirror:
         return LeaseObjects(self.url.rpartition("/")[0], self._store, Deadline(self._seconds))
 
     def entries(self) -> list[StepEntry]:
-        """Return every step whatever its state, by step, then name.
-
-        A step is unfinished only if nothing gives it another state: a process may be killed between
-        a commit and the deletion of the mark.
-        """
+        # A step is unfinished only if nothing gives it another state: a process may be killed
+        # between a commit and the deletion of the mark.
         matches = [match for name in self._names if (match := _STATE.fullmatch(name))]
         entries = [StepEntry(int(match[1]), match[2] or COMMITTED, match[0]) for match in matches]
         finished = {entry.step for entry in entries if entry.state != UNFINISHED}
@@ -107,12 +101,7 @@ class Mirror:
         names = [name for name in self._names if name.isdecimal() and name not in ours]
         return sorted(names, key=int)
 
-    def steps(self) -> list[int]:
-        """Return committed steps in ascending order."""
-        return [entry.step for entry in self.entries() if entry.state == COMMITTED]
-
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
-        """Yield every entry with its size in bytes and the time at which it got its state."""
         for entry in self.entries():
             try:
                 objects = self._find(self._path(str(entry.step)))
@@ -123,7 +112,6 @@ class Mirror:
             yield entry, sum(info["size"] for info in objects.values()), time.astimezone()
 
     def record(self, step: int) -> Record:
-        """Return the record of a committed step; raises as `step_record`."""
         try:
             data = self._ask(self._store.cat_file, self._path(str(step), ITEM, FILE))
         except FileNotFoundError as error:
@@ -159,39 +147,33 @@ class Mirror:
 
         Raises:
           CheckpointDamaged: objects are missing, or of another size.
-          OSError: there is no room for it, among other reasons.
+          CheckpointUnreadable: the store or the file system does not allow it.
         """
-        sizes = self._committed_files(f"{step}.json")
         root = self._path(str(step))
-        objects = self._find(root)
-        for name, size in sizes.items():
-            if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
-                raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
-        directory.mkdir(parents=True)
-        sources = [f"{root}/{name}" for name in sizes]
-        self._copy(self._store.get, sources, [str(directory / name) for name in sizes])
+        try:
+            sizes = self._committed_files(f"{step}.json")
+            objects = self._find(root)
+            for name, size in sizes.items():
+                if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
+                    raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
+            directory.mkdir(parents=True)
+            sources = [f"{root}/{name}" for name in sizes]
+            self._copy(self._store.get, sources, [str(directory / name) for name in sizes])
+        except CheckpointDamaged:
+            raise
+        # Every store has errors of its own; none of them means that the checkpoint is damaged.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointUnreadable(f"{root} cannot be fetched: {reason}") from error
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
-        """Yield a temporary copy of a committed step.
-
-        Raises `CheckpointUnreadable` if the store or the file system does not allow it.
-        """
+        """Yield a temporary copy of a committed step; raises as `download`."""
         with scratch_directory() as scratch:
-            copy = scratch / str(step)
-            try:
-                self.download(step, copy)
-            except CheckpointDamaged:
-                raise
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise CheckpointUnreadable(
-                    f"{self.url}/{step} cannot be copied to {scratch}: {reason}"
-                ) from error
-            yield copy
+            self.download(step, scratch / str(step))
+            yield scratch / str(step)
 
     def set_aside(self, step: int, state: str) -> str:
-        """Rename the commit of a step; return its URL. It comes back with an upload of the step."""
         name = f"{step}.{state}.json"
         commit = self._path(f"{step}.json")
         self._ask(self._store.cp_file, commit, self._path(name))
@@ -211,7 +193,6 @@ class Mirror:
 
     @contextlib.contextmanager
     def local_files(self, name: str) -> Iterator[list[Path]]:
-        """Yield temporary copies of the files in a directory of the run; [] if it is missing."""
         with scratch_directory() as scratch:
             try:
                 entries = self._ask(self._store.ls, self._in_run(name), detail=True)
@@ -292,49 +273,6 @@ def open_url(
     """Return the mirror at a URL that was given as `key`; raises as `open_mirror`."""
     with explained(url, key):
         return Mirror(url, open_store(url, key), deadline_seconds)
-
-
-def open_steps(run: str, key: str) -> StepStore:
-    """Return the steps of a run, given by path or URL of its directory or its `checkpoints`.
-
-    Raises:
-      ConfigError: there is no such directory, or the store cannot be read; under `key`.
-    """
-    if is_remote(run):
-        url = run.rstrip("/")
-        return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
-    inner = Path(run, CHECKPOINTS)
-    try:
-        path = inner if inner.is_dir() else Path(run)
-        message = "" if path == inner else _misnamed(path)
-    except PermissionError:
-        raise
-    except OSError as error:  # such as a name that is too long
-        message = f"{run} cannot be read: {error.strerror}"
-    if message:
-        raise ConfigError(Problem(key, message))
-    return StepsDirectory(path)
-
-
-def _misnamed(path: Path) -> str:
-    """Return a message for a path that is not a run; "" if it may hold checkpoints."""
-    if not path.is_dir():
-        guess = closest(path.name, _runs_in(path.parent))
-        remedy = (
-            f"did you mean {path.parent / guess}?" if guess else "runs lie in output_dir/run_name"
-        )
-        return f"there is no directory {path}; {remedy}"
-    if path.parent.name == CHECKPOINTS and path.name.isdigit():
-        run = path.parent.parent
-        return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"
-    runs = _runs_in(path)
-    if runs:
-        return f"{path} is a directory of runs: name one of them, such as {path / runs[0]}"
-    return ""
-
-
-def _runs_in(directory: Path) -> list[str]:
-    return sorted(steps.parent.name for steps in directory.glob(f"*/{CHECKPOINTS}/"))
 
 
 def _is_inside(name: str) -> bool:

@@ -1,7 +1,6 @@
 """Copy steps to `checkpoint.mirror` in the background, and fetch lost ones."""
 
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -15,6 +14,7 @@ from maxpipe.checkpoint.policies import Retention
 from maxpipe.checkpoint.reader import in_all
 from maxpipe.checkpoint.steps import COMMITTED, DAMAGED, UNFINISHED, StepsDirectory
 from maxpipe.devices import processes
+from maxpipe.storage.object_store import in_background
 
 Result = TypeVar("Result")
 
@@ -52,10 +52,8 @@ class MirrorSync:
         # A process may have been killed after the newest step, which it copies first.
         if self._retention.kept(local).issubset(self._mirror.steps()):
             return
-        self._update = Future()
         self._attempted = newest
-        arguments = (self._update, on_success)
-        threading.Thread(target=self._run, args=arguments, name="mirror", daemon=True).start()
+        self._update = in_background(partial(self._bring_up_to_date, on_success), "mirror")
 
     def wait(self) -> str:
         """Wait for an update if one was started; return a warning or "".
@@ -107,17 +105,6 @@ class MirrorSync:
         """Fetch a step in process 0; the others do nothing."""
         if jax.process_index() != 0:
             return
-        try:
-            self._fetch(step)
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(f"{self._mirror}: {error}") from error
-        # Every store has errors of its own; none of them means that the checkpoint is damaged.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            message = f"its copy in {self._mirror} cannot be fetched: {reason}"
-            raise CheckpointUnreadable(message) from error
-
-    def _fetch(self, step: int) -> None:
         # Orbax deletes directories with such names, and so the remains of a killed process.
         scratch = self._directory.path / f"{step}.orbax-checkpoint-tmp-fetched"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -129,22 +116,14 @@ class MirrorSync:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _run(self, update: "Future[str]", on_success: Callable[[], None]) -> None:
-        try:
-            warning = self._bring_up_to_date()
-        except Exception as error:
-            update.set_exception(error)
-        else:
-            on_success()
-            update.set_result(warning)
-
-    def _bring_up_to_date(self) -> str:
+    def _bring_up_to_date(self, on_success: Callable[[], None]) -> str:
         """Upload kept steps, the newest first, then delete the others; return a warning or ""."""
         local = self._directory.steps()
         kept = self._retention.kept([*{*local, *self._mirror.steps()}])
         missing = kept.intersection(local).difference(self._mirror.steps())
         for step in sorted(missing, reverse=True):
             self._mirror.upload(step, self._directory.of(step))
+        on_success()
         try:
             for entry in self._mirror.entries():
                 is_dropped = entry.state == COMMITTED and entry.step not in kept

@@ -1,25 +1,19 @@
-"""Decide when to save, which steps to keep, and which step to resume from."""
+"""Decide when to save, and which steps to keep."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.devices.processes import of_first_process
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or null
-RESUME = "checkpoint.resume"
-AUTO = "auto"
-NEWEST = (AUTO, "must")  # values of checkpoint.resume that take the newest step
-FOLLOWED = "followed"  # in a checkpoint's meta
-
-Job = tuple[str, int]  # name ("" without a job) and number of the attempt
 
 
 class SaveTimer:
@@ -41,7 +35,7 @@ class SaveTimer:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step; every process calls this after every step."""
-        is_late = self._is_interval_over()
+        is_late = bool(self._interval) and self._is_interval_over()
         return is_late or (self._every > 0 and step % self._every == 0)
 
     def began(self) -> None:
@@ -66,11 +60,6 @@ class SaveTimer:
         )
 
     def _is_interval_over(self) -> bool:
-        if not self._interval:
-            return False
-        # It imports JAX, and the choice of the step to resume should not wait for that.
-        from maxpipe.devices.processes import of_first_process
-
         # Processes have different clocks and ask at different times, so process 0 decides.
         is_over = self._clock() - self._last_save >= self._interval
         return bool(of_first_process(int(is_over)))
@@ -133,75 +122,3 @@ def _loss(meta: Mapping[str, object]) -> float:
     """Return the evaluation loss, NaN if there is none."""
     loss = meta.get(EVAL_LOSS)
     return float(loss) if isinstance(loss, int | float) else math.nan
-
-
-def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | None:
-    """Return the step to continue from, or None to start from initial values.
-
-    `auto` takes the newest of the committed steps if there is one, `must` requires one, and a
-    number takes exactly that step. `never` is refused while there are any: continuing would mix two
-    runs under one name, and deleting the steps because of one word would destroy work.
-
-    Raises:
-      ConfigError: the value is not one of these, or `steps`, in `place`, do not allow it.
-    """
-    where = f" in {place}" if place else ""
-    existing = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
-    if resume == AUTO:
-        return max(steps, default=None)
-    if resume == "never":
-        if steps:
-            raise _refusal(
-                f"never, but there are {existing}; delete them or choose another run_name"
-            )
-        return None
-    if resume == "must":
-        if not steps:
-            raise _refusal(
-                f"must, but there is nothing to resume ({existing}); check output_dir and run_name"
-            )
-        return max(steps)
-    if not (resume.isascii() and resume.isdecimal()):
-        raise _refusal(f"{resume!r} is not auto, never, must or the number of a step")
-    if int(resume) not in steps:
-        raise _refusal(f"step {int(resume)} does not exist ({existing})")
-    return int(resume)
-
-
-def followed(resume: str, job: Job) -> dict[str, dict[str, str | int]]:
-    """Return what a start that follows `resume` adds to the meta of its checkpoints.
-
-    A step or `never` is obeyed once per job, not again in each of its attempts: a run that loses
-    processes faster than it can get past its newest step would never end.
-    """
-    name, attempt = job
-    if not name or resume in NEWEST:
-        return {}
-    return {FOLLOWED: {"resume": resume, "job": name, "attempt": attempt}}
-
-
-def step_since(
-    resume: str, job: Job, steps: Iterable[int], record_of: Callable[[int], Record]
-) -> int | None:
-    """Return the newest step if an earlier attempt of this job, with this `resume`, has written it.
-
-    Damaged records are skipped, as a restore would skip them. `steps` are those that the run could
-    continue from, in any order.
-
-    Raises:
-      CheckpointUnreadable: a record cannot be read here.
-    """
-    if not followed(resume, job):
-        return None
-    for step in sorted(steps, reverse=True):
-        try:
-            mark = record_of(step).meta.get(FOLLOWED, {})
-        except CheckpointDamaged:
-            continue
-        is_same = mark and (mark["resume"], mark["job"]) == (resume, job[0])
-        return step if is_same and mark["attempt"] < job[1] else None
-    return None
-
-
-def _refusal(message: str) -> ConfigError:
-    return ConfigError(Problem(RESUME, message))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 
 from maxpipe.checkpoint.arrays import (
     Array,
-    check_stored,
     differences,
     load,
     named_leaves,
@@ -32,7 +31,6 @@ from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, step_record
 from maxpipe.devices.processes import agree, of_first_process
 
 BATCH_BYTES = 1 << 30
-PARAMS = "params"  # the part of a state that holds the model
 # What TensorStore raises for damage.
 READ_ERRORS = (ValueError, OSError, LookupError, NotImplementedError)
 # Status codes, at the start of TensorStore's messages, that are not about the checkpoint.
@@ -92,7 +90,7 @@ def read_step(
     stored = {name: leaf for name, leaf in expected.items() if name not in zeros}
     if lines := differences(saved, stored, any_float=convert_dtype):
         is_only_dtype = not differences(saved, stored, any_float=True)
-        _refuse(directory, record.leaves, lines, is_only_dtype)
+        raise CheckpointMismatch(directory, lines, is_only_dtype)
     # 2. Read and verify.
     shardings = {name: leaf.sharding for name, leaf in stored.items()}
     arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
@@ -108,21 +106,6 @@ def read_step(
     leaves = [arrays[name] for name in expected]
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
     return Restored(record.step, state, iterator, record.meta, len(converted))
-
-
-def read_parameters(directory: Path, abstract_params: State) -> State:
-    """Read and verify the parameters of a step only, whatever optimizer they were trained with.
-
-    `abstract_params` is `TrainState.params` in the layout on disk. Leaves and errors as for
-    `read_step`.
-    """
-    record = _read_record_everywhere(directory)
-    expected: dict[str, jax.ShapeDtypeStruct] = named_leaves({PARAMS: abstract_params})
-    if lines := differences(_part(record.leaves, PARAMS), expected):
-        _refuse(directory, record.leaves, lines)
-    shardings = {name: leaf.sharding for name, leaf in expected.items()}
-    arrays = read_arrays(directory, record.leaves, shardings)
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), list(arrays.values()))
 
 
 def verify_step(directory: Path) -> Record:
@@ -194,20 +177,6 @@ def _read_record_everywhere(directory: Path) -> Record:
     if not agree(of_first_process(own) == own):
         raise CheckpointDamaged("the processes have records of different arrays")
     return record
-
-
-def _refuse(
-    directory: Path, leaves: Mapping[str, Leaf], lines: list[str], is_only_dtype: bool = False
-) -> NoReturn:
-    """Raise CheckpointMismatch; or CheckpointDamaged if the record's arrays are not the stored."""
-    reason = ""
-    try:
-        check_stored(directory, leaves)
-    except READ_ERRORS as error:
-        reason = "" if _is_local(error) else _brief(error)
-    if not agree(not reason):
-        raise CheckpointDamaged(f"the record is not that of the arrays: {reason}")
-    raise CheckpointMismatch(directory, lines, is_only_dtype)
 
 
 def _check_files(directory: Path) -> None:

@@ -26,6 +26,7 @@ DTYPES = frozenset(("bool", "bfloat16", "float16", "float32", "float64")) | froz
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)
 )
 ITERATOR = "iterator"  # name of the data position among the leaves, next to the state's own
+PARAMS = "params"  # the part of a state that holds the model
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Parse the command line of commands that read a run, and find the run. Imports no JAX."""
 
 import argparse
+from pathlib import Path
 
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.steps import StepStore
+from maxpipe.checkpoint.mirror import open_url
+from maxpipe.checkpoint.steps import CHECKPOINTS, StepsDirectory, StepStore
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import BLOCKS, ROUTERS
 from maxpipe.config.imports import add_import_flag
+from maxpipe.config.values import closest
+from maxpipe.storage.object_store import is_remote
 
 RUN_DIR = "RUN_DIR"  # the argument, for messages
 
@@ -25,6 +28,50 @@ def run_parser(name: str, description: str) -> argparse.ArgumentParser:
     text = "read the mean of this many checkpoints, the last ones up to --step; default: 1"
     parser.add_argument("--average", type=int, default=1, metavar="N", help=text)
     return parser
+
+
+def open_steps(run: str, key: str) -> StepStore:
+    """Return the steps of a run, given by path or URL of its directory or its `checkpoints`.
+
+    Raises:
+      ConfigError: there is no such directory, or the store cannot be read; under `key`.
+      PermissionError: the directory may not be looked at.
+    """
+    if is_remote(run):
+        url = run.rstrip("/")
+        return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
+    try:
+        inner, path = Path(run, CHECKPOINTS), Path(run)
+        if inner.is_dir():
+            return StepsDirectory(inner)
+        message = _misnamed(path)
+    except PermissionError:
+        raise
+    except OSError as error:  # such as a name that is too long
+        message = f"{run} cannot be read: {error.strerror}"
+    if message:
+        raise ConfigError(Problem(key, message))
+    return StepsDirectory(path)
+
+
+def _misnamed(path: Path) -> str:
+    """Return a message for a path that is not a run; "" if it may hold checkpoints."""
+
+    def runs_in(directory: Path) -> list[str]:
+        return sorted(steps.parent.name for steps in directory.glob(f"*/{CHECKPOINTS}/"))
+
+    if not path.is_dir():
+        guess = closest(path.name, runs_in(path.parent))
+        remedy = (
+            f"did you mean {path.parent / guess}?" if guess else "runs lie in output_dir/run_name"
+        )
+        return f"there is no directory {path}; {remedy}"
+    if path.parent.name == CHECKPOINTS and path.name.isdigit():
+        run = path.parent.parent
+        return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"
+    if runs := runs_in(path):
+        return f"{path} is a directory of runs: name one of them, such as {path / runs[0]}"
+    return ""
 
 
 def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:

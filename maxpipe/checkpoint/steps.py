@@ -8,13 +8,16 @@ has the same interface. Imports no JAX.
 import itertools
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from maxpipe.checkpoint.record import Record, step_record
+
+CHECKPOINTS = "checkpoints"  # name of the steps' directory within a run's directory
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -37,48 +40,48 @@ class StepEntry(NamedTuple):
     name: str  # of the directory, or of the object that gives the step this state
 
 
-class StepStore(Protocol):
+class StepStore(ABC):
     """A place that holds the steps of one run: a `StepsDirectory` or a `Mirror`.
 
     `str(store)` is its path or URL.
     """
 
+    @abstractmethod
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name."""
-        ...
 
     def steps(self) -> list[int]:
         """Return committed steps in ascending order."""
-        ...
+        return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
+    @abstractmethod
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
         """Yield every entry with its size in bytes and the time at which it got its state."""
-        ...
 
+    @abstractmethod
     def record(self, step: int) -> Record:
         """Return the record of a committed step; raises as `step_record`."""
-        ...
 
+    @abstractmethod
     def set_aside(self, step: int, state: str) -> str:
         """Rename a committed step, so that it is not restored, counted or deleted.
 
         Returns the path or URL of the new name. Restoring the old name undoes this.
         """
-        ...
 
+    @abstractmethod
     def local_copy(self, step: int) -> AbstractContextManager[Path]:
         """Return a context with a directory that holds a committed step."""
-        ...
 
+    @abstractmethod
     def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
         """Return a context with the files of a directory of the run, such as `tokenizer`.
 
         The list is empty if there is no such directory.
         """
-        ...
 
 
-class StepsDirectory:
+class StepsDirectory(StepStore):
     """The `StepStore` of a directory in a file system with atomic renames; it may not exist yet."""
 
     def __init__(self, path: Path):
@@ -93,9 +96,6 @@ class StepsDirectory:
             names = [path.name for path in self.path.iterdir() if path.is_dir()]
         entries = [entry for name in names if (entry := _parse(name)) is not None]
         return sorted(entries, key=lambda entry: (entry.step, entry.name))
-
-    def steps(self) -> list[int]:
-        return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
         for entry in self.entries():

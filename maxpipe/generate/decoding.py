@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.average import read_mean_parameters
-from maxpipe.checkpoint.reader import read_parameters
+from maxpipe.checkpoint.average import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
 from maxpipe.devices.start import check_platforms, name_machine
@@ -251,11 +250,7 @@ def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     program = ModelProgram(config.model)
     weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.stacked_layers,))
-    if len(step_directories) == 1:
-        params = read_parameters(step_directories[0], weights.abstract())
-    else:
-        params = read_mean_parameters(step_directories, weights.abstract())
-    return jax.jit(program.cast)(params)
+    return jax.jit(program.cast)(read_parameters(step_directories, weights.abstract()))
 
 
 def generate(

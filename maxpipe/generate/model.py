@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.average import naming_step
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import check_variants, find_steps
+from maxpipe.checkpoint.run_argument import check_variants, find_steps, open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.average import ParameterReader
-from maxpipe.checkpoint.reader import PARAMS
+from maxpipe.checkpoint.record import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, is_text_a_part
 from maxpipe.config.model_places import SCHEME, folder_of, is_directory, is_url

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import open_steps
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE
 from maxpipe.config.model_places import TOKENIZER, folder_of, maxtext_directory, open_folder, run_of

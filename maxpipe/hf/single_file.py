@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from maxpipe.checkpoint.average import ParameterReader
-from maxpipe.checkpoint.reader import PARAMS
+from maxpipe.checkpoint.record import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.hf.adapters import MergedParameters, is_of_adapter

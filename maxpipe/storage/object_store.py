@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -43,6 +44,20 @@ PROTOCOLS = {
 }
 
 
+def in_background(call: Callable[[], Answer], name: str) -> "Future[Answer]":
+    """Call a function in a thread that the end of the process does not wait for."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class StoreSilent(TimeoutError):
     """A store has accepted a request and does not answer."""
 
@@ -66,16 +81,8 @@ class Deadline:
         """
         if not self._seconds:
             return request(*words, **options)
-        future: Future[Answer] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(request(*words, **options))
-            except BaseException as error:
-                future.set_exception(error)
-
         self.progress()
-        threading.Thread(target=run, name="object store", daemon=True).start()
+        future = in_background(partial(request, *words, **options), "object store")
         while not wait([future], timeout=self._last_sign + self._seconds - time.monotonic()).done:
             if time.monotonic() - self._last_sign >= self._seconds:
                 raise StoreSilent(

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
+from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import FILE, ITEM, step_record
+from maxpipe.checkpoint.record import PARAMS, record_file
+from maxpipe.checkpoint.run_argument import open_steps
 from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
@@ -24,7 +24,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.loader import check_base_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import agree_on
-from maxpipe.model.parameters import Params, ParamSpec, has_frozen, map_specs, trainable
+from maxpipe.model.parameters import Params, has_frozen, trainable
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.telemetry.console import ByteProgress, format_bytes
@@ -158,29 +158,29 @@ class RunWeights:
     def __init__(self, config: Config, *, together: bool = False):
         self._directory = newest_step(config.init_from, together=together)
         try:
-            record = step_record(self._directory)
+            self._reader = ParameterReader([self._directory])
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
-        if record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):
+        if self._reader.record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):
             message = (
                 f"{config.init_from} has adapters (model.lora); python -m maxpipe.export "
                 f"{run_of(config.init_from)} --hf NEW merges them, and hf:NEW names the result"
             )
             raise ConfigError(Problem(KEY, message))
         if together and processes.count() > 1:
-            file = self._directory / ITEM / FILE
+            file = record_file(self._directory)
             agree_on({KEY: sampled_digest(str(file), file.stat().st_size)})
-        self._leaves = {
-            name: leaf for name, leaf in record.leaves.items() if name.startswith(f"{PARAMS}.")
-        }
-        if lines := differences(self._leaves, _expected(config), any_float=True):
+        specs, layers = ModelProgram(config.model).specs, np.arange(config.model.stacked_layers)
+        params = jax.eval_shape(lambda key: initial_params(specs, key, layers), jax.random.key(0))
+        leaves = self._reader.leaves
+        if lines := differences(leaves, named_leaves({PARAMS: params}), any_float=True):
             raise ConfigError(*(Problem(KEY, f"{self._directory}: {line}") for line in lines))
-        self.num_bytes = sum(nbytes(leaf) for leaf in self._leaves.values())
-        self.num_elements = sum(math.prod(leaf.shape) for leaf in self._leaves.values())
+        self.num_bytes = sum(nbytes(leaf) for leaf in leaves.values())
+        self.num_elements = sum(math.prod(leaf.shape) for leaf in leaves.values())
 
     def describe(self) -> list[str]:
         """Return a line about what is read."""
-        size = f"{format_bytes(self.num_bytes)} in {len(self._leaves)} arrays"
+        size = f"{format_bytes(self.num_bytes)} in {len(self._reader.leaves)} arrays"
         return [f"{KEY}   {self._directory}: {size}, the optimizer starts at zero"]
 
     def read(
@@ -199,9 +199,8 @@ class RunWeights:
         Raises:
           ConfigError: a file is damaged, or cannot be read.
         """
-        name = ".".join((PARAMS, *path))
         try:
-            array = read_arrays(self._directory, self._leaves, {name: like.sharding})[name]
+            array = self._reader.read(".".join((PARAMS, *path)), like.sharding)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
         advance(1.0)
@@ -226,17 +225,3 @@ def newest_step(value: str, *, together: bool = False) -> Path:
         raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
     with store.local_copy(step) as directory:
         return directory  # on this machine, since `run:` takes no URL
-
-
-def _expected(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape and dtype of each parameter on disk, by its name there."""
-
-    def outer(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-
-    def layers(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((config.model.stacked_layers, *spec.shape), spec.dtype)
-
-    specs = ModelProgram(config.model).specs
-    shapes = {part: map_specs(outer, specs[part]) for part in ("embed", "head")}
-    return named_leaves({PARAMS: shapes | {"layers": map_specs(layers, specs["layers"])}})

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.policies import AUTO, NEWEST, step_since, step_to_resume
-from maxpipe.checkpoint.run_argument import find_step
+from maxpipe.checkpoint.resume import AUTO, NEWEST, step_since, step_to_resume
+from maxpipe.checkpoint.run_argument import find_step, open_steps
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_shape

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxpipe.checkpoint.errors import CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
+from maxpipe.checkpoint.resume import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
 from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
@@ -39,7 +39,7 @@ def followed_once(
 ) -> Config:
     """Let the run resume from its newest step if an earlier attempt has already gone back.
 
-    All processes call this; see `maxpipe.checkpoint.policies`.
+    All processes call this; see `maxpipe.checkpoint.resume`.
     """
     resume = config.checkpoint.resume
     if resume in NEWEST:

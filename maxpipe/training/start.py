@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.policies import NEWEST, followed
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replicas import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replicas import NO_SUPERVISOR, Replicas, reserve
+from maxpipe.checkpoint.resume import NEWEST, followed
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change, differing_keys

@@ -13,7 +13,7 @@ from helpers.training_process import command
 import maxpipe
 from maxpipe import export, train
 from maxpipe.checkpoint import average
-from maxpipe.checkpoint.average import ParameterReader, read_mean_parameters
+from maxpipe.checkpoint.average import ParameterReader, read_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
@@ -44,8 +44,12 @@ def test_mean_is_taken_in_float32(directories, samples):
 
 
 def test_one_step_is_read_as_it_was_saved(directories, samples):
-    found = ParameterReader(directories[1:2]).read("params.scale")
-    assert samples.bits(found) == samples.bits(samples.state(20)["params"]["scale"])
+    target = samples.abstract(samples.state(20))["params"]
+    read = read_parameters(directories[1:2], target)
+    for name, leaf in samples.state(20)["params"].items():
+        assert samples.bits(read[name]) == samples.bits(leaf)
+    with pytest.raises(CheckpointMismatch):
+        read_parameters(directories[1:2], {"scale": target["scale"]})
 
 
 def test_mean_keeps_shardings_and_reads_a_leaf_at_a_time(directories, samples, monkeypatch):
@@ -57,7 +61,7 @@ def test_mean_keeps_shardings_and_reads_a_leaf_at_a_time(directories, samples, m
         return read(directory, leaves, shardings)
 
     monkeypatch.setattr(average, "read_arrays", read_arrays)
-    mean = read_mean_parameters(directories, target)
+    mean = read_parameters(directories, target)
     assert names == [
         [str(step), f"params.{name}"] for name in ("scale", "weight") for step in STEPS
     ]
@@ -76,7 +80,7 @@ def test_steps_of_other_models_have_no_mean(directories, samples, tmp_path):
         ParameterReader([directories[0], tmp_path / "other" / "40"])
     target = samples.abstract(state)["params"]
     with pytest.raises(CheckpointMismatch, match=r"bfloat16\[3\] in this run"):
-        read_mean_parameters(directories, target)
+        read_parameters(directories, target)
 
 
 def test_damaged_step_is_named(directories):

@@ -300,13 +300,13 @@ def test_mirror_step_deleted_by_other_process_is_ignored(start, samples, monkeyp
 
 
 def test_fetch_store_error_raises_unreadable_and_renames_nothing(
-    start, directory, samples, monkeypatch
+    start, directory, samples, store, monkeypatch
 ):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     shutil.rmtree(directory)
-    monkeypatch.setattr(Mirror, "download", fail)
+    monkeypatch.setattr(store, "get", fail)
     with pytest.raises(
         CheckpointUnreadable, match="cannot be fetched: ConnectionError: the store is gone"
     ):

@@ -1,4 +1,4 @@
-"""When a save is due, which steps are kept, and which step a run resumes from."""
+"""When a save is due, and which steps are kept."""
 
 import json
 import math
@@ -8,10 +8,10 @@ import pytest
 
 from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import EVAL_LOSS, Retention, SaveTimer, step_to_resume
+from maxpipe.checkpoint.policies import EVAL_LOSS, Retention, SaveTimer
 from maxpipe.checkpoint.record import Record, record_file
 from maxpipe.checkpoint.steps import StepsDirectory
-from maxpipe.config import CheckpointConfig, ConfigError
+from maxpipe.config import CheckpointConfig
 
 LOSSES = {10: 5.0, 20: 3.0, 30: 4.0, 40: None, 50: 3.0, 60: math.nan}
 
@@ -120,30 +120,3 @@ def test_save_timer_save_longer_than_grace_warns_once():
             clock.now += 6
             timer.finished()
             assert ("took 6.0 s" in timer.warning()) == warns
-
-
-def test_step_to_resume_returns_chosen_step():
-    assert [step_to_resume("auto", []), step_to_resume("never", [])] == [None, None]
-    assert step_to_resume("auto", [10, 30, 20]) == 30
-    assert step_to_resume("must", [10, 20]) == 20
-    assert step_to_resume("10", [10, 20]) == 10
-    assert step_to_resume("0", [0, 10]) == 0
-
-
-def test_step_to_resume_refusal_names_key_and_steps():
-    for resume, steps, message in [
-        ("must", [], r"nothing to resume \(committed steps in runs/a: none\)"),
-        (
-            "never",
-            [10, 20],
-            r"committed steps in runs/a: 10, 20; delete them or choose another run_name",
-        ),
-        ("15", [20, 10], r"step 15 does not exist \(committed steps in runs/a: 10, 20\)"),
-        ("15", [], r"step 15 does not exist \(committed steps in runs/a: none\)"),
-        ("yes", [10], "'yes' is not auto, never, must or the number of a step"),
-        ("-1", [10], "'-1' is not auto"),
-        ("²", [2], "'²' is not auto"),
-    ]:
-        with pytest.raises(ConfigError, match=message) as caught:
-            step_to_resume(resume, steps, "runs/a")
-        assert [problem.key for problem in caught.value.problems] == ["checkpoint.resume"]

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.errors import CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.reader import read_parameters, read_step
+from maxpipe.checkpoint.reader import read_step
 from maxpipe.config import CheckpointConfig
 
 CONVERT = CheckpointConfig(convert_dtype=True)
@@ -119,16 +119,3 @@ def test_read_step_convert_dtype_verifies_saved_values(directory, samples):
     restored = Checkpointer(directory, CONVERT).restore(target)
     assert np.asarray(restored.state["x"], np.float32).tolist() == [1, 1]
     assert restored.converted == 1
-
-
-def test_read_parameters_of_another_shape_or_name_raises_mismatch(saved, directory, samples):
-    params = saved["params"]
-    read = read_parameters(directory / "10", params)
-    for name, leaf in samples.state(10)["params"].items():
-        assert samples.bits(read[name]) == samples.bits(leaf)
-    for other in (
-        {**params, "scale": jax.ShapeDtypeStruct((34,), jnp.bfloat16)},
-        {"scale": params["scale"]},
-    ):
-        with pytest.raises(CheckpointMismatch):
-            read_parameters(directory / "10", other)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import open_steps
 from maxpipe.checkpoint.steps import (
     ABANDONED,
     DAMAGED,

@@ -10,7 +10,7 @@ import pytest
 from helpers.runs import last_words, write_config
 
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import step_to_resume
+from maxpipe.checkpoint.resume import step_to_resume
 from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS
