@@ -26,6 +26,14 @@ def errno_of(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
+def brief(error: Exception) -> str:
+    """Return an error on one line; TensorStore's are long, with the reason at their end."""
+    text = " ".join(str(error).split()).partition(" [source locations=")[0]
+    text = text.partition(" [tensorstore")[0]
+    text = text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
+    return f"{type(error).__name__}: {text}"
+
+
 class CheckpointDamaged(RuntimeError):
     """A committed checkpoint cannot be read, or what was read is not what was saved."""
 

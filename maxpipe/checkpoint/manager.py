@@ -20,6 +20,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
     ReplicasDamaged,
     StateNotFinite,
+    brief,
     errno_of,
 )
 from maxpipe.checkpoint.mirror import Mirror
@@ -440,10 +441,8 @@ class Checkpointer:
                 return
             where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
-            reason = f"{type(error).__name__}: {_brief(str(error))}"
-            if number := errno_of(error):
-                reason = os.strerror(number)
-            remedy = ""
+            number, remedy = errno_of(error), ""
+            reason = os.strerror(number) if number else brief(error)
             if number in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "; free space there, lower checkpoint.keep, or name another output_dir"
             raise CheckpointSaveError(
@@ -464,9 +463,3 @@ class Checkpointer:
 def _arrays(state: object, iterator: Array) -> dict[str, Array]:
     leaves = {**named_leaves(state), ITERATOR: iterator}
     return {name: saveable(name, leaf) for name, leaf in leaves.items()}
-
-
-def _brief(text: str) -> str:
-    """Return a message on one line; TensorStore's are long, with the reason at their end."""
-    text = " ".join(text.split()).partition(" [source locations=")[0].partition(" [tensorstore")[0]
-    return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"

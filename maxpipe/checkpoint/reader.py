@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from maxpipe.checkpoint.arrays import (
     differences,
     load,
     named_leaves,
-    nbytes,
 )
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import (
@@ -25,12 +24,12 @@ from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointUnreadable,
+    brief,
     errno_of,
 )
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, step_record
 from maxpipe.devices.processes import agree, of_first_process
 
-BATCH_BYTES = 1 << 30
 # What TensorStore raises for damage.
 READ_ERRORS = (ValueError, OSError, LookupError, NotImplementedError)
 # Status codes, at the start of TensorStore's messages, that are not about the checkpoint.
@@ -109,14 +108,14 @@ def read_step(
 
 
 def verify_step(directory: Path) -> Record:
-    """Read all arrays of a step into host memory, about `BATCH_BYTES` at a time, and verify them.
+    """Read the arrays of a step into host memory, one at a time, and verify them.
 
     Raises:
       CheckpointDamaged, CheckpointUnreadable: as `read_step`.
     """
     record = step_record(directory)
-    for names in _batches(record.leaves):
-        read_arrays(directory, record.leaves, dict.fromkeys(names))
+    for name in record.leaves:
+        read_arrays(directory, record.leaves, {name: None})
     return record
 
 
@@ -139,7 +138,7 @@ def read_arrays(
             return dict(load(directory, leaves, shardings))
         except READ_ERRORS as error:
             kind = CheckpointUnreadable if _is_local(error) else CheckpointDamaged
-            raise kind(f"arrays cannot be read: {_brief(error)}") from error
+            raise kind(f"arrays cannot be read: {brief(error)}") from error
 
     # Digests of sharded arrays are collective: none may start while a process lacks an array.
     arrays = in_all(read, "arrays")
@@ -191,28 +190,8 @@ def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:
     return {path: leaf for path, leaf in leaves.items() if path.partition(".")[0] == name}
 
 
-def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
-    """Yield the names of consecutive leaves, each time of about `BATCH_BYTES` in total."""
-    batch: list[str] = []
-    size = 0
-    for name, leaf in leaves.items():
-        batch.append(name)
-        size += nbytes(leaf)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
 def _is_local(error: Exception) -> bool:
     """Return whether the error is about this machine and says nothing about the checkpoint."""
     if errno_of(error) in PASSING_ERRNOS:
         return True
     return isinstance(error, PermissionError) or str(error).startswith(_LOCAL_STATUS)
-
-
-def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0]
-    return f"{type(error).__name__}: {text[:400]}"

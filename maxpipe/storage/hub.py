@@ -6,7 +6,7 @@ network, the files in its cache are used.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -18,7 +18,7 @@ _CONFIG = "config.json"  # which every model has
 
 
 class HubFolder:
-    """A model on the hub, whose files are downloaded on request.
+    """The `ModelFolder` of a model on the hub, whose files are downloaded on request.
 
     `model` is `org/name`, or `org/name@REVISION` for a branch, tag or commit; `key` named it.
 
@@ -40,20 +40,16 @@ class HubFolder:
         return self._model
 
     def names(self) -> list[str]:
-        """Return the names of the files at the top level; without a network, of those in the cache.
-
-        Folders are left out, since they may hold checkpoints of the model's training.
-        """
+        # Folders are left out, since they may hold checkpoints of the model's training.
         try:
             names = self._library.list_repo_files(self._id, revision=self._revision)
             return sorted(name for name in names if "/" not in name)
-        except Exception:  # its type differs between versions
+        except Exception:  # without a network; its type differs between versions
             with self._explained():
                 snapshot = self._path(_CONFIG).parent
             return sorted(file.name for file in snapshot.iterdir() if file.is_file())
 
     def open(self, names: Sequence[str]) -> list[LocalFile]:
-        """Return files for reading; raises FileNotFoundError with the names that are not there."""
         absent = []
         paths = []
         with self._explained(), ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
@@ -68,24 +64,19 @@ class HubFolder:
         return [LocalFile(path) for path in paths]
 
     def read(self, name: str) -> bytes:
-        """Return a whole file; raises FileNotFoundError if it is not there."""
         with self._explained():
             return self._path(name).read_bytes()
 
     def digest(self) -> str:
-        """Return the model's commit, after which the library's cache names its directory."""
         with self._explained():
-            return self._path(_CONFIG).parent.name
+            return self._path(_CONFIG).parent.name  # the model's commit
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
-        """Return the model's directory in the library's cache, with those files that exist."""
         with self._explained():
             directory = self._path(_CONFIG).parent
             for name in names:
-                try:
+                with suppress(FileNotFoundError):
                     self._path(name)
-                except FileNotFoundError:
-                    continue
         return directory
 
     def _path(self, name: str) -> Path:

@@ -45,7 +45,7 @@ class LocalFile:
 
 
 class LocalFolder:
-    """A directory of this machine."""
+    """The `ModelFolder` of a directory of this machine."""
 
     def __init__(self, directory: str | Path, key: str = ""):
         self._directory = Path(directory)
@@ -54,29 +54,24 @@ class LocalFolder:
         return str(self._directory)
 
     def names(self) -> list[str]:
-        """Return the names of all files."""
         return sorted(file.name for file in self._directory.iterdir() if file.is_file())
 
     def open(self, names: Sequence[str]) -> list[LocalFile]:
-        """Return files for reading; raises FileNotFoundError with the names that are not there."""
         if absent := [name for name in names if not (self._directory / name).is_file()]:
             raise FileNotFoundError(", ".join(absent))
         return [LocalFile(self._directory / name) for name in names]
 
     def read(self, name: str) -> bytes:
-        """Return a whole file; raises FileNotFoundError if it is not there."""
         file = self._directory / name
         if not file.is_file():  # a pipe would never end
             raise FileNotFoundError(errno.ENOENT, "is not a file", str(file))
         return file.read_bytes()
 
     def digest(self) -> str:
-        """Return a digest of configuration and weights, from 64 KiB of each file."""
         files = [self._directory / name for name in self.names() if name.endswith(_MODEL)]
         return directory_digest(self._directory, files)
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
-        """Return the directory itself."""
         return self._directory
 
 
@@ -115,7 +110,7 @@ class StoreFile:
 
 
 class StoreFolder:
-    """A prefix of an object store, which is listed once."""
+    """The `ModelFolder` of a prefix of an object store, which is listed once."""
 
     def __init__(self, url: str, key: str):
         self._url = url.rstrip("/")
@@ -126,11 +121,9 @@ class StoreFolder:
         return self._url
 
     def names(self) -> list[str]:
-        """Return the names of all files."""
         return sorted(self._files)
 
     def open(self, names: Sequence[str]) -> list[StoreFile]:
-        """Return files for reading; raises FileNotFoundError with the names that are not there."""
         if absent := [name for name in names if name not in self._files]:
             raise FileNotFoundError(", ".join(absent))
         sizes = {name: int(str(self._files[name]["size"])) for name in names}
@@ -140,19 +133,16 @@ class StoreFolder:
         ]
 
     def read(self, name: str) -> bytes:
-        """Return a whole file; raises FileNotFoundError if it is not there."""
         (file,) = self.open([name])
         return file.read(0, file.size).tobytes()
 
     def digest(self) -> str:
-        """Return a digest of the sizes and entity tags of configuration and weights."""
         return _digest_of([self._facts(name) for name in self.names() if name.endswith(_MODEL)])
 
     def _facts(self, name: str) -> tuple[object, ...]:
         return (name, *map(self._files[name].get, ("size", "ETag", "etag")))
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
-        """Return a directory below `cache_dir` with copies of those files that exist."""
         present = [name for name in names if name in self._files]
         facts = [self._facts(name) for name in present]
         digest = _digest_of((self._url, facts))

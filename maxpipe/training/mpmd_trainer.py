@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.devices import processes
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
@@ -31,12 +31,8 @@ from maxpipe.training.stage_exchange import DeviceExchange, HostExchange
 from maxpipe.training.state import (
     HostArray,
     TrainState,
-    canonical_sharding,
-    initial_params,
-    layer_flags,
     mirrors,
     names_of,
-    new_state,
     shardings_of,
     step_key,
     with_sharding,
@@ -106,15 +102,14 @@ class MpmdTrainer(Trainer[MpmdState]):
         *,
         adds_batch_digest: bool = False,
     ):
-        self._specs = program_specs
-        self._rules = rules
+        num_layers = sum(map(len, engine.layer_index()))
+        optimizer = make_optimizer(program_specs)
+        super().__init__(program_specs, rules, optimizer, num_layers, adds_batch_digest)
         self.engine = engine
         self.batch_spec = engine.batch_spec
-        self.adds_batch_digest = adds_batch_digest
         stages = range(len(engine.meshes))
         self._is_here = list(map(is_here, engine.meshes))
         self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
-        self._optimizer = make_optimizer(program_specs)
         self._optimizers = [make_optimizer(engine.model.specs(stage)) for stage in stages]
         self._abstract = [self._abstract_stage(stage) for stage in stages]
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
@@ -154,7 +149,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         for leaf in jax.tree.leaves(state.params):
             leaf.delete()
         params = jax.tree_util.tree_map_with_path(
-            lambda path, like: read(names_of(path), like), self.abstract_canonical().params
+            lambda path, like: read(names_of(path), like), self._on_disk.params
         )
         parts = self._split(params, *(live.params for live in self._shardings))
         stages = [replace(stage, params=p) for stage, p in zip(state.stages, parts, strict=True)]
@@ -236,7 +231,6 @@ class MpmdTrainer(Trainer[MpmdState]):
         return self.engine.everywhere(self.engine.evaluate(state.params, batch))
 
     def to_canonical(self, state: MpmdState) -> TrainState:
-        on_disk = self.abstract_canonical()
         opt_states = [stage.opt_state for stage in state.stages]
         is_mirror = partial(mirrors, jax.tree.structure(state.stages[0].params))
         own = state.stages[self._is_here.index(True)]
@@ -244,11 +238,13 @@ class MpmdTrainer(Trainer[MpmdState]):
         # The same in all processes.
         step, key, skips, history = jax.tree.map(np.array, (own.step, own.key, skips, history))
         params = self.canonical_params(state)
-        opt_state = jax.tree.map(self._join, *opt_states, on_disk.opt_state, is_leaf=is_mirror)
+        opt_state = jax.tree.map(
+            self._join, *opt_states, self._on_disk.opt_state, is_leaf=is_mirror
+        )
         return TrainState(step, key, params, opt_state, skips, history)
 
     def canonical_params(self, state: MpmdState) -> Params:
-        return self._join(*state.params, self.abstract_canonical().params)
+        return self._join(*state.params, self._on_disk.params)
 
     def from_canonical(self, state: TrainState) -> MpmdState:
         is_mirror = partial(mirrors, jax.tree.structure(state.params))
@@ -321,35 +317,6 @@ class MpmdTrainer(Trainer[MpmdState]):
             parts.append(part)
         return parts
 
-    def abstract_canonical(self) -> TrainState:
-        """Return `to_canonical`'s shapes and dtypes, sharded over the devices of all stages."""
-        mesh, rules = self._rules.mesh, self._rules
-        num_layers = sum(map(len, self.engine.layer_index()))
-
-        def outer(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, rules.spec(spec.axes, spec.shape))
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-
-        def layers(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-            pspec = PartitionSpec("stage", *rules.spec(spec.axes, spec.shape))
-            sharding = NamedSharding(mesh, pspec)
-            return jax.ShapeDtypeStruct((num_layers, *spec.shape), spec.dtype, sharding=sharding)
-
-        def convert(
-            leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, is_layer: bool
-        ) -> jax.ShapeDtypeStruct:
-            sharding = canonical_sharding(sharding, 1, leaf.shape) if is_layer else sharding
-            return with_sharding(leaf, sharding)
-
-        params = {
-            name: map_specs(layers if name == "layers" else outer, specs)
-            for name, specs in self._specs.items()
-        }
-        replicated = NamedSharding(mesh, PartitionSpec())
-        abstract = jax.eval_shape(partial(self._new_canonical, num_layers), jax.random.key(0))
-        shardings = shardings_of(abstract, params, replicated)
-        return jax.tree.map(convert, abstract, shardings, layer_flags(abstract, params))
-
     def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
         """Return a stage's gradients with expert load in place of those of selection biases.
 
@@ -381,11 +348,6 @@ class MpmdTrainer(Trainer[MpmdState]):
         params = self.engine.model.init(stage, key)
         opt_state = self._optimizers[stage].init(params)
         return StageState(jnp.zeros((), jnp.int32), jax.random.key_data(key), params, opt_state)
-
-    def _new_canonical(self, num_layers: int, key: jax.Array) -> TrainState:
-        params = initial_params(self._specs, key, np.arange(num_layers))
-        history = self._optimizer.spike_filter.init()
-        return new_state(params, self._optimizer.init(params), key, history)
 
 
 class OnStage(Generic[ResultT]):

@@ -6,8 +6,7 @@ every process starts in the same order. Letters: N layers, L layers of a chunk, 
 largest stage, S stages.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,7 @@ from maxpipe.devices.transfers import absent, is_here
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.staged import local_view
 from maxpipe.sharding.rules import without
-
-HostArray = np.ndarray | jax.Array
+from maxpipe.training.state import HostArray, Programs
 
 
 class HostExchange:
@@ -82,7 +80,7 @@ class DeviceExchange:
                 first = sum(self._sizes[before] for before in chunks[:i])
                 self._places[c] = (stage, first, self._sizes[c])
         self._most = max(first + size for _, first, size in self._places)
-        self._programs: dict[Hashable, jax.stages.Wrapped] = {}
+        self._program = Programs()
 
     def join_layers(self, chunks: Sequence[jax.Array], on_disk: jax.ShapeDtypeStruct) -> HostArray:
         tail = _spec(chunks[0])[1:]
@@ -151,15 +149,6 @@ class DeviceExchange:
             NamedSharding(self._mesh, spec),
             [shard.data for part in parts for shard in part.addressable_shards],
         )
-
-    def _program(
-        self, f: Callable[..., object], out_shardings: Hashable, *settings: Hashable
-    ) -> jax.stages.Wrapped:
-        """Return `f` with its first arguments set, compiled once for each layout of the result."""
-        key = f, out_shardings, settings
-        if key not in self._programs:
-            self._programs[key] = jax.jit(partial(f, *settings), out_shardings=out_shardings)
-        return self._programs[key]
 
 
 def _stack(length: int, chunks: Sequence[jax.Array]) -> jax.Array:

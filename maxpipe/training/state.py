@@ -6,8 +6,9 @@ that belongs to it. Letters: N layers.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -17,8 +18,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model import parameters
-from maxpipe.model.parameters import Params
-from maxpipe.training.update import History
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.sharding.rules import AxisRules
+from maxpipe.training.update import History, Optimizer
 
 StateT = TypeVar("StateT")
 LeafT = TypeVar("LeafT")
@@ -57,12 +59,14 @@ def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(key), step)
 
 
-def new_state(
-    params: Params, opt_state: optax.OptState, key: jax.Array, history: History | None = None
+def first_state(
+    specs: Params, optimizer: Optimizer, key: jax.Array, layer_index: np.ndarray
 ) -> TrainState:
-    """Return the state before the first step."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, jax.random.key_data(key), params, opt_state, zero, history)
+    """Return the state before the first step; arguments as for `initial_params`."""
+    params, zero = initial_params(specs, key, layer_index), jnp.zeros((), jnp.int32)
+    history = optimizer.spike_filter.init()
+    key_data = jax.random.key_data(key)
+    return TrainState(zero, key_data, params, optimizer.init(params), zero, history)
 
 
 def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Params:
@@ -163,34 +167,73 @@ def shardings_of(state: StateT, params: Params, replicated: NamedSharding) -> St
     return map_by_parameter(sharding, state, params, None)
 
 
-def canonical_sharding(
-    live: NamedSharding, num_layer_axes: int, shape: tuple[int, ...]
-) -> NamedSharding:
-    """Return the sharding of a layer leaf whose layers are in model order.
-
-    The mesh axis `stage` moves from the layers to the first other dimension that it divides. If it
-    split the layers, every device would have to hold all of them for a moment, since the layers of
-    a stage are not neighbours in model order.
+def abstract_on_disk(
+    specs: Params, rules: AxisRules, optimizer: Optimizer, num_layers: int
+) -> TrainState:
+    """Return shapes, dtypes and shardings of a state as on disk.
 
     Args:
-      live: sharding of the live leaf.
-      num_layer_axes: number of its layer dimensions.
-      shape: shape of the leaf in model order, with one layer dimension.
+      specs: as for `initial_params`.
+      rules: logical axis rules on the mesh of all devices.
+      optimizer: the update rule of all parameters.
+      num_layers: N.
     """
+    mesh = rules.mesh
+
+    def param(spec: ParamSpec, *, layers: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        pspec = PartitionSpec(*[None] * len(layers), *rules.spec(spec.axes, spec.shape))
+        sharding = NamedSharding(mesh, pspec)
+        return jax.ShapeDtypeStruct((*layers, *spec.shape), spec.dtype, sharding=sharding)
+
+    def leaf(
+        like: jax.ShapeDtypeStruct, sharding: NamedSharding, is_layer: bool
+    ) -> jax.ShapeDtypeStruct:
+        return with_sharding(like, _over_stages(sharding, like.shape) if is_layer else sharding)
+
+    params = {
+        name: map_specs(partial(param, layers=(num_layers,) if name == "layers" else ()), part)
+        for name, part in specs.items()
+    }
+    new_state = partial(first_state, specs, optimizer, layer_index=np.arange(num_layers))
+    abstract = jax.eval_shape(new_state, jax.random.key(0))
+    shardings = shardings_of(abstract, params, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree.map(leaf, abstract, shardings, layer_flags(abstract, params))
+
+
+def _over_stages(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Split the first dimension after the layers that the mesh axis `stage` divides.
+
+    If it split the layers, every device would have to hold all of them for a moment, since the
+    layers of a stage are not neighbours in model order.
+    """
+    sizes = sharding.mesh.shape
     entries = [
-        entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        for entry in (None, *live.spec[num_layer_axes:])
+        entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in sharding.spec
     ]
-    if "stage" in live.spec[:num_layer_axes]:
-        for i in range(1, len(shape)):
-            shards = live.mesh.shape["stage"] * math.prod(live.mesh.shape[a] for a in entries[i])
-            if shape[i] % shards == 0:
-                entries[i] = (*entries[i], "stage")
-                break
-    return NamedSharding(live.mesh, PartitionSpec(*entries))
+    for i in range(1, len(shape)):
+        if shape[i] % (sizes["stage"] * math.prod(sizes[axis] for axis in entries[i])) == 0:
+            entries[i] = (*entries[i], "stage") if sizes["stage"] > 1 else entries[i]
+            break
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
 def with_sharding(
     leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
 ) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+class Programs:
+    """Jitted functions, each compiled once for each layout of its result."""
+
+    def __init__(self) -> None:
+        self._jitted: dict[Hashable, jax.stages.Wrapped] = {}
+
+    def __call__(
+        self, f: Callable[..., object], out_shardings: Hashable, *settings: Hashable
+    ) -> jax.stages.Wrapped:
+        """Return `f` with its first arguments set."""
+        key = f, out_shardings, settings
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(partial(f, *settings), out_shardings=out_shardings)
+        return self._jitted[key]

@@ -7,10 +7,11 @@ engines.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
@@ -24,12 +25,12 @@ from maxpipe.training.batches import batch_digest
 from maxpipe.training.expert_load import with_excess
 from maxpipe.training.state import (
     HostArray,
+    Programs,
     TrainState,
-    canonical_sharding,
-    initial_params,
+    abstract_on_disk,
+    first_state,
     layer_flags,
     names_of,
-    new_state,
     shardings_of,
     with_sharding,
 )
@@ -53,7 +54,28 @@ class Trainer(ABC, Generic[StateT]):
     """
 
     batch_spec: PartitionSpec
-    adds_batch_digest: bool
+
+    def __init__(
+        self,
+        program_specs: Params,
+        rules: AxisRules,
+        optimizer: Optimizer,
+        num_layers: int,
+        adds_batch_digest: bool,
+    ):
+        self.adds_batch_digest = adds_batch_digest
+        self._specs = program_specs
+        self._rules = rules
+        self._optimizer = optimizer
+        self._num_layers = num_layers
+
+    @cached_property
+    def _on_disk(self) -> TrainState:
+        return abstract_on_disk(self._specs, self._rules, self._optimizer, self._num_layers)
+
+    def abstract_canonical(self) -> TrainState:
+        """Return shapes, dtypes and shardings of `to_canonical`'s result."""
+        return self._on_disk
 
     @abstractmethod
     def init(self, key: jax.Array) -> StateT:
@@ -106,10 +128,6 @@ class Trainer(ABC, Generic[StateT]):
     def from_canonical(self, state: TrainState) -> StateT:
         """Return the live state from what a checkpoint holds; the inverse of `to_canonical`."""
 
-    @abstractmethod
-    def abstract_canonical(self) -> TrainState:
-        """Return shapes, dtypes and shardings of `to_canonical`'s result."""
-
 
 class SpmdTrainer(Trainer[TrainState]):
     """Train with an `SpmdEngine`: the state is one sharded tree, the step one jitted program.
@@ -137,12 +155,11 @@ class SpmdTrainer(Trainer[TrainState]):
         load_step: Callable[[TrainState, NamedSharding], StepFunction] | None = None,
         adds_batch_digest: bool = False,
     ):
-        self._specs = program_specs
-        self._engine = engine
-        self._optimizer = optimizer
-        self.adds_batch_digest = adds_batch_digest
-        self.batch_spec = rules.spec(("activation_batch", "activation_length"))
         layer_shape = engine.layer_index().shape
+        layers = jax.eval_shape(engine.to_canonical, np.zeros(layer_shape))
+        super().__init__(program_specs, rules, optimizer, len(layers), adds_batch_digest)
+        self._engine = engine
+        self.batch_spec = rules.spec(("activation_batch", "activation_length"))
         params = Weights(rules, program_specs, engine.layer_axes, layer_shape).abstract()
         self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
         self._replicated = NamedSharding(rules.mesh, PartitionSpec())
@@ -161,8 +178,7 @@ class SpmdTrainer(Trainer[TrainState]):
             load_step(self.abstract_state(), batch_sharding) if load_step else self.jitted_step
         )
         self._forward = jax.jit(engine.evaluate, in_shardings=(self._param_shardings, batch))
-        self._to_canonical = _JitBySharding(self._join)
-        self._from_canonical = _JitBySharding(self._split)
+        self._program = Programs()
 
     def init(self, key: jax.Array) -> TrainState:
         return jax.jit(self._new_state, out_shardings=self._shardings)(key)
@@ -173,17 +189,16 @@ class SpmdTrainer(Trainer[TrainState]):
             leaf: jax.Array,
             is_layer: bool,
             on_disk: jax.ShapeDtypeStruct,
-            sharding: NamedSharding,
+            live: NamedSharding,
         ) -> jax.Array:
             leaf.delete()
-            value = read(names_of(path), on_disk)
-            return self._from_canonical(value, on_disk.sharding, sharding) if is_layer else value
+            return self._to_live(read(names_of(path), on_disk), is_layer, on_disk, live)
 
         params = jax.tree_util.tree_map_with_path(
             replace_leaf,
             state.params,
             self._is_layer(state).params,
-            self.abstract_canonical().params,
+            self._on_disk.params,
             self._param_shardings,
         )
         return replace(state, params=params)
@@ -199,67 +214,48 @@ class SpmdTrainer(Trainer[TrainState]):
         return self._forward(state.params, batch)
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        on_disk = self.abstract_canonical()
-        return jax.tree.map(self._convert, state, self._is_layer(state), on_disk)
+        return jax.tree.map(self._to_host, state, self._is_layer(state), self._on_disk)
 
     def canonical_params(self, state: TrainState) -> Params:
-        on_disk = self.abstract_canonical().params
-        return jax.tree.map(self._convert, state.params, self._is_layer(state).params, on_disk)
-
-    def _convert(self, leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> HostArray:
-        # Each leaf is moved to the host before the next is converted.
-        on_disk = target.sharding
-        return to_host(self._to_canonical(leaf, on_disk, on_disk) if is_layer else leaf)
+        is_layer = self._is_layer(state).params
+        return jax.tree.map(self._to_host, state.params, is_layer, self._on_disk.params)
 
     def from_canonical(self, state: TrainState) -> TrainState:
-        def convert(
-            leaf: jax.Array,
-            is_layer: bool,
-            on_disk: jax.ShapeDtypeStruct,
-            live: jax.ShapeDtypeStruct,
-        ) -> jax.Array:
-            return self._from_canonical(leaf, on_disk.sharding, live.sharding) if is_layer else leaf
-
-        return jax.tree.map(
-            convert,
-            state,
-            self._is_layer(state),
-            self.abstract_canonical(),
-            self.abstract_state(),
-        )
+        is_layer = self._is_layer(state)
+        return jax.tree.map(self._to_live, state, is_layer, self._on_disk, self._shardings)
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the live state."""
         return jax.tree.map(with_sharding, self._abstract, self._shardings)
-
-    def abstract_canonical(self) -> TrainState:
-        num_layer_axes = len(self._engine.layer_axes)
-
-        def convert(
-            leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, is_layer: bool
-        ) -> jax.ShapeDtypeStruct:
-            if not is_layer:
-                return with_sharding(leaf, sharding)
-            leaf = jax.eval_shape(self._engine.to_canonical, leaf)
-            return with_sharding(leaf, canonical_sharding(sharding, num_layer_axes, leaf.shape))
-
-        is_layer = self._is_layer(self._abstract)
-        return jax.tree.map(convert, self._abstract, self._shardings, is_layer)
 
     def _place_load(self, gradients: Params, load: jax.Array) -> Params:
         """Return live gradients with expert load [N, E] in place of those of selection biases."""
         rows = self._engine.from_canonical(load)
         return gradients | {"layers": with_excess(self._specs["layers"], gradients["layers"], rows)}
 
-    # XLA replicates an array that it must reshape and spread over `stage` at once, so both
-    # functions reshape while `stage` splits the dimension that it splits on disk.
+    # XLA replicates an array that it must reshape and spread over `stage` at once, so both ways
+    # reshape while `stage` splits the dimension that it splits on disk.
 
-    def _join(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
+    def _to_host(self, leaf: jax.Array, is_layer: bool, like: jax.ShapeDtypeStruct) -> HostArray:
+        """Return a leaf as on disk; it is on the host before the next one is converted."""
+        join = self._program(self._join, like.sharding, like.sharding)
+        return to_host(join(leaf) if is_layer else leaf)
+
+    def _join(self, on_disk: NamedSharding, leaf: jax.Array) -> jax.Array:
         """Return the layers of a live leaf in model order."""
         leaf = jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
         return self._engine.to_canonical(leaf)
 
-    def _split(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
+    def _to_live(
+        self, leaf: jax.Array, is_layer: bool, like: jax.ShapeDtypeStruct, live: NamedSharding
+    ) -> jax.Array:
+        """Return a live leaf, given one as on disk; inverts `_to_host`."""
+        converted: jax.Array = leaf
+        if is_layer:
+            converted = self._program(self._split, live, like.sharding)(leaf)
+        return converted
+
+    def _split(self, on_disk: NamedSharding, leaf: jax.Array) -> jax.Array:
         """Return a live leaf, given layers in model order; inverts `_join`."""
         leaf = self._engine.from_canonical(leaf)
         return jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
@@ -272,21 +268,4 @@ class SpmdTrainer(Trainer[TrainState]):
         return layer_flags(state, self._param_shardings)
 
     def _new_state(self, key: jax.Array) -> TrainState:
-        params = initial_params(self._specs, key, self._engine.layer_index())
-        history = self._optimizer.spike_filter.init()
-        return new_state(params, self._optimizer.init(params), key, history)
-
-
-class _JitBySharding:
-    """Jit a function of an array and its sharding on disk, once per sharding."""
-
-    def __init__(self, f: Callable[[jax.Array, NamedSharding], jax.Array]):
-        self._f = f
-        self._jitted: dict[tuple[NamedSharding, NamedSharding], jax.stages.Wrapped] = {}
-
-    def __call__(self, x: jax.Array, on_disk: NamedSharding, result: NamedSharding) -> jax.Array:
-        if (on_disk, result) not in self._jitted:
-            self._jitted[on_disk, result] = jax.jit(
-                lambda x: self._f(x, on_disk), out_shardings=result
-            )
-        return self._jitted[on_disk, result](x)
+        return first_state(self._specs, self._optimizer, key, self._engine.layer_index())

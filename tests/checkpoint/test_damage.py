@@ -305,7 +305,6 @@ def test_restore_unknown_format_raises_unreadable(copied, checkpointer, samples,
 
 def test_read_arrays_larger_than_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.arrays.BYTES_IN_FLIGHT", 64)
-    monkeypatch.setattr(reader, "BATCH_BYTES", 64)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
     assert set(reader.verify_step(copied / "20").leaves) > {
         "iterator",

@@ -13,7 +13,7 @@ from maxpipe.model import program
 from maxpipe.model.layers import RMSNorm
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.training.optimizers import adafactor, adamw
-from maxpipe.training.state import map_by_parameter, new_state
+from maxpipe.training.state import TrainState, map_by_parameter
 
 PARAMS = {"embed": {"table": jnp.zeros(2)}, "layers": {"mlp": {"table": jnp.zeros(3)}}}
 NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}
@@ -21,7 +21,8 @@ NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}
 
 def make_state():
     optimizer_state = adamw(OptimizerConfig(), {}).init(PARAMS)
-    return new_state(PARAMS, optimizer_state, jax.random.key(3))
+    key, zero = jax.random.key_data(jax.random.key(3)), jnp.int32(0)
+    return TrainState(zero, key, PARAMS, optimizer_state, zero)
 
 
 def test_map_by_parameter_gives_moments_their_parameter_and_counters_the_other_value():
