@@ -1,12 +1,10 @@
-"""Open what a run reads before its first step: tokenizer, documents and initial weights.
+"""Check what a run reads before its first step: tokenizer, documents and initial weights.
 
-They are opened one after the other, each where it is needed. If one of them or the run directory is
-refused, the others are opened as well, so that a user learns of all problems at once. A run of one
-process checks whatever needs no JAX before it imports JAX, which takes seconds.
+They are opened one after the other, each where it is needed. A run of one process checks beforehand
+whatever needs no JAX, which takes seconds to import, so that a user learns of all problems at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,52 +37,25 @@ def check_inputs(loaded: Loaded) -> None:
       ConfigError: something is missing or unusable; it lists all problems.
     """
     config = derive_known(loaded.config)
-    if announced_processes() > 1 or is_cluster() or _is_finished(config):
+    directory, resume = RunDirectory(config), config.checkpoint.resume
+    store = StepsDirectory(directory.checkpoints)
+    if step_since(resume, job_of_process(), store.steps(), store.record) is not None:
+        resume = AUTO  # as `followed_once`
+    is_finished = resume in NEWEST and max(store.steps(), default=0) >= config.steps
+    if announced_processes() > 1 or is_cluster() or is_finished:
         return
-    # The mirror, if there is one, may hold the finished run.
     parts: list[Part] = [
-        *([] if config.checkpoint.mirror else _readers(config)),
         partial(_check_executable, config.compile.load),
-        RunDirectory(config).check_place,
+        directory.check_place,
         partial(require_trackers, config.telemetry),
     ]
-    if not config.checkpoint.mirror and not config.checkpoint.replica_every:
-        parts += [
-            partial(_open_beginning, config, part) for part in (_find_weights, check_base_tokenizer)
-        ]
-    if problems := _problems_of(parts):
-        raise ConfigError(*problems, *simulated_mesh_problems(loaded))
-
-
-@contextmanager
-def naming_all_inputs(config: Config) -> Iterator[None]:
-    """Add the problems of a run's inputs, which are opened only then, to a ConfigError.
-
-    Args:
-      config: the resolved configuration.
-
-    Raises:
-      ConfigError: the error raised inside, with the problems of all inputs, each listed once.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        problems = dict.fromkeys([*error.problems, *input_problems(config)])
-        raise ConfigError(*problems) from error
-
-
-def input_problems(config: Config) -> list[Problem]:
-    """Return what is wrong with tokenizer, documents, and the checkpoint or weights to start from.
-
-    The latter two are left out if there is a mirror, which may have checkpoints.
-    """
-    # Imports JAX, for which `check_inputs` should not wait.
-    from maxpipe.training.initial_weights import open_weights
-
-    parts = _readers(config)
-    if not config.checkpoint.mirror:
-        parts.append(partial(_open_beginning, config, open_weights))
-    return _problems_of(parts)
+    if not config.checkpoint.mirror:  # which may hold the finished run
+        splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
+        documents = [partial(open_sources, config.data, split) for split in splits]
+        parts = [partial(read_prompts, config), *documents, *parts]
+        if not config.checkpoint.replica_every:
+            parts.append(partial(_check_beginning, config, resume, store))
+    _check_all(parts, simulated_mesh_problems(loaded))
 
 
 def read_prompts(config: Config) -> list[list[int]]:
@@ -97,43 +68,22 @@ def read_prompts(config: Config) -> list[list[int]]:
     return [read_prompt(text, tokenizer, config, "eval.prompts") for text in config.eval.prompts]
 
 
-def _problems_of(parts: Sequence[Part]) -> list[Problem]:
-    """Return the problems that parts raise, each once."""
+def _check_all(parts: Sequence[Part], also: Sequence[Problem] = ()) -> None:
+    """Call all parts, and raise one ConfigError with the problems of all, each once, and `also`."""
     problems: list[Problem] = []
     for part in parts:
         try:
             part()
         except ConfigError as error:
             problems += error.problems
-    return [*dict.fromkeys(problems)]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems), *also)
 
 
-def _readers(config: Config) -> list[Part]:
-    """Return functions that open the tokenizer, with the prompts, and the documents."""
-    splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
-    documents = [partial(open_sources, config.data, split) for split in splits]
-    return [partial(read_prompts, config), *documents]
-
-
-def _is_finished(config: Config) -> bool:
-    """Return whether a step that ends the run is in its directory."""
-    store, resume = _resume(config)
-    return resume in NEWEST and max(store.steps(), default=0) >= config.steps
-
-
-def _open_beginning(config: Config, open_part: Callable[[Config], object]) -> None:
-    """Open what a run starts from that has no checkpoint to continue from."""
-    store, resume = _resume(config)
+def _check_beginning(config: Config, resume: str, store: StepsDirectory) -> None:
+    """Check what a run starts from that has no checkpoint to continue from."""
     if step_to_resume(resume, store.steps(), str(store)) is None:
-        open_part(config)
-
-
-def _resume(config: Config) -> tuple[StepsDirectory, str]:
-    """Return the checkpoints, and the `checkpoint.resume` that this attempt of its job follows."""
-    store = StepsDirectory(RunDirectory(config).checkpoints.absolute())  # like a checkpointer's
-    resume = config.checkpoint.resume
-    step = step_since(resume, job_of_process(), store.steps(), store.record)
-    return store, resume if step is None else AUTO
+        _check_all([partial(_find_weights, config), partial(check_base_tokenizer, config)])
 
 
 def _find_weights(config: Config) -> None:

@@ -104,19 +104,14 @@ def continue_loader(
 
 
 def check_continuity(
-    config: Config,
-    fingerprint: DataFingerprint,
-    meta: Meta,
-    directory: RunDirectory,
-    place: str,
+    directory: RunDirectory, fingerprint: DataFingerprint, meta: Meta, place: str
 ) -> list[Change]:
     """Return the allowed changes since a checkpoint, keys first, then data.
 
     Args:
-      config: the resolved configuration of this start.
+      directory: the run's directory, as this start sees it.
       fingerprint: fingerprint of this start's data.
       meta: the checkpoint's metadata.
-      directory: the run's directory.
       place: where the checkpoint is, for messages.
 
     Raises:
@@ -124,7 +119,7 @@ def check_continuity(
     """
     if not isinstance(meta.get("config"), Mapping):
         return []
-    changed = directory.check(config, meta, place)
+    changed = directory.check(meta, place)
     saved = meta.get(FINGERPRINT)
     if saved is None:
         return changed
@@ -132,7 +127,7 @@ def check_continuity(
     problems = [
         Problem(change.key, _refusal(change, place))
         for change in data
-        if not is_allowed(config, change.key)
+        if not is_allowed(directory.config, change.key)
     ]
     if problems:
         raise ConfigError(*problems, directory.advice(place))

@@ -29,31 +29,33 @@ Meta = Mapping[str, Any]  # what a checkpoint says of its run: "config", "finger
 
 
 class RunDirectory:
-    """Paths below `<output_dir>/<run_name>`.
+    """What lies below `<output_dir>/<run_name>`, as one start of the run sees it.
 
     Args:
-      config: the configuration, which names them.
+      config: the configuration of this start, which names the directory.
       mirror: mirror of the checkpoints, which still belongs to this run if the directory is lost.
+      derived: keys that are not set but derived from others.
 
     Attributes:
+      config: the argument.
       root: the directory itself.
       checkpoints: one directory per committed step.
       config_file: `config.yml`, the resolved configuration of the latest start.
       tokenizer: copies of the tokenizer's files, if it has any.
       origin: copies of small files of the folder that the run was imported from.
       config_history: the configuration of every start that changed it, in order.
-      derived: keys that are not set but derived from others.
     """
 
-    def __init__(self, config: Config, mirror: Mirror | None = None):
+    def __init__(self, config: Config, mirror: Mirror | None = None, derived: Collection[str] = ()):
+        self.config = config
         self._mirror = mirror
+        self._derived = derived
         self.root = Path(config.output_dir) / config.run_name
         self.checkpoints = self.root / "checkpoints"
         self.config_file = self.root / "config.yml"
         self.tokenizer = self.root / TOKENIZER
         self.origin = self.root / ORIGIN
         self.config_history = self.root / "config_history"
-        self.derived: Collection[str] = ()
 
     def check_place(self) -> None:
         """Raise ConfigError if the directory cannot be made or written to."""
@@ -63,21 +65,15 @@ class RunDirectory:
             message = f"cannot write to {self.root}: {reason}"
             raise ConfigError(Problem("output_dir", message))
 
-    def claim(self, config: Config, *, write: bool = True) -> None:
-        """Make the directory and write `config.yml`, unless it belongs to another configuration.
+    def check_owner(self) -> None:
+        """Refuse a directory or mirror that belongs to another configuration.
 
-        A directory or mirror belongs to the configuration of its committed checkpoints, and to none
-        while it has none. Either may lack checkpoints that the other has, but neither may hold
-        those of another configuration. All processes call this, and write the same.
-
-        Args:
-          config: the resolved configuration.
-          write: if false, only check.
+        They belong to the configuration of their committed checkpoints, and to none while they have
+        none. Either may lack checkpoints that the other has.
 
         Raises:
           ConfigError: the checkpoints belong to another configuration (one problem per key that
-            differs), the mirror holds files of another program, or the directory cannot be written
-            to; nothing is written.
+            differs), or the mirror holds files of another program.
         """
         if self._mirror is not None and (foreign := self._mirror.foreign()):
             held = (
@@ -85,38 +81,43 @@ class RunDirectory:
             )
             raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
         steps = committed_steps(self.checkpoints)
-        if config.checkpoint.resume.isdecimal():
-            steps = [step for step in steps if step == int(config.checkpoint.resume)]
+        if (resume := self.config.checkpoint.resume).isdecimal():
+            steps = [step for step in steps if step == int(resume)]
         places = [(str(self.checkpoints), self._recorded(steps))] if steps else []
         if self._mirror is not None:
             places.append((self._mirror.url, self._mirrored(self._mirror)))
         for place, metas in places:
             owner = next(metas, None)
             if owner is not None:
-                self.check(config, owner, place)
-        if not write:
-            return
+                self.check(owner, place)
+
+    def claim(self) -> None:
+        """Make the directory and write `config.yml`; all processes call this, and write the same.
+
+        Raises:
+          ConfigError: as `check_owner`, or the directory cannot be written to.
+        """
+        self.check_owner()
         with _explained(f"write to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config_file, [to_yaml(config, derived=self.derived).encode()])
+            write_atomically(self.config_file, [self._yaml()])
 
-    def check(self, config: Config, meta: Meta, place: str) -> list[Change]:
+    def check(self, meta: Meta, place: str) -> list[Change]:
         """Return the changes of keys since a checkpoint, all of them allowed.
 
         What `data.path` and similar keys name is left to the fingerprint, if there is one.
 
         Args:
-          config: the resolved configuration.
           meta: the checkpoint's metadata.
           place: where the checkpoint is, for messages.
 
         Raises:
           ConfigError: keys differ that must not (one problem for each).
         """
-        changed = changes(config, meta["config"])
+        changed = changes(self.config, meta["config"])
         if meta.get("fingerprint"):
             changed = [change for change in changed if change.key not in FINGERPRINTED]
-        if problems := refusals(config, changed, place):
+        if problems := refusals(self.config, changed, place):
             raise ConfigError(*problems, self.advice(place))
         return changed
 
@@ -128,17 +129,13 @@ class RunDirectory:
         sections = (meta["config"].get("data") or {} for meta in chain.from_iterable(places))
         return next(filter(None, (section.get("chat_date") for section in sections)), "")
 
-    def keep_config(self, config: Config, step: int) -> None:
-        """Add the configuration to `config_history/`, unless the newest one there is equal.
-
-        Args:
-          config: the resolved configuration of this start.
-          step: finished steps.
+    def keep_config(self, step: int) -> None:
+        """Add the configuration after `step` to `config_history/`, unless the newest is equal.
 
         Raises:
           ConfigError: the directory cannot be written to.
         """
-        text = to_yaml(config, derived=self.derived).encode()
+        text = self._yaml()
         with _explained(f"write to {self.config_history}"):
             self.config_history.mkdir(exist_ok=True)
             earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
@@ -146,25 +143,26 @@ class RunDirectory:
                 number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
                 write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
 
-    def keep_tokenizer(self, config: Config) -> None:
+    def keep_tokenizer(self) -> None:
         """Keep the tokenizer's files, and the chat template of a run on conversations.
 
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
-        with _explained(f"copy {config.data.tokenizer} to {self.tokenizer}"):
-            _replace_files(self.tokenizer, _tokenizer_contents(config.data))
+        data = self.config.data
+        with _explained(f"copy {data.tokenizer} to {self.tokenizer}"):
+            _replace_files(self.tokenizer, _tokenizer_contents(data))
 
-    def keep_origin(self, config: Config) -> None:
+    def keep_origin(self) -> None:
         """Copy small files of the folder that a new run is imported from to `origin/`.
 
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
         with _explained(f"copy files of the model to {self.origin}"):
-            _replace_files(self.origin, read_origin(config))
+            _replace_files(self.origin, read_origin(self.config))
 
-    def publish(self, config: Config) -> None:
+    def publish(self) -> None:
         """Write `config.yml`, the tokenizer and `origin/` to the mirror.
 
         This shows at once whether the mirror can be written to.
@@ -175,8 +173,8 @@ class RunDirectory:
         if self._mirror is None:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
-            self._mirror.write_file("config.yml", to_yaml(config, derived=self.derived).encode())
-            for name, content in _tokenizer_contents(config.data).items():
+            self._mirror.write_file("config.yml", self._yaml())
+            for name, content in _tokenizer_contents(self.config.data).items():
                 self._mirror.write_file(f"{TOKENIZER}/{name}", content)
             for file in filter(Path.is_file, self.origin.glob("*")):
                 self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
@@ -190,6 +188,9 @@ class RunDirectory:
             f"values. checkpoint.resume=never is not enough: to use this name again, delete "
             f"{self.root}{both}",
         )
+
+    def _yaml(self) -> bytes:
+        return to_yaml(self.config, derived=self._derived).encode()
 
     def _recorded(self, steps: list[int]) -> Iterator[Meta]:
         """Yield the metadata of readable checkpoints, newest first, then what `config.yml` says.

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,7 @@ from maxpipe.checkpoint.resume import NEWEST, followed
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change, differing_keys
-from maxpipe.config.load import Loaded, derive_known, resolve
+from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit, folded, terminal_width
@@ -67,7 +67,6 @@ from maxpipe.training.initial_weights import (
     with_adapters,
     with_progress,
 )
-from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Session, run_and_close, train
 from maxpipe.training.resuming import (
     DOCUMENTS,
@@ -122,9 +121,8 @@ def launch(
             # Before anything else: with different programs a collective would never finish.
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
-        with naming_all_inputs(derive_known(loaded.config)):
-            given, loaded = loaded, fit_hosts(loaded, supervision.progress)
-            config = resolve(loaded, len(devices), num_slices(devices))
+        given, loaded = loaded, fit_hosts(loaded, supervision.progress)
+        config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
 
@@ -146,27 +144,26 @@ def run(
     """Train a resolved configuration on a mesh, and return the exit code."""
     decisions = Decisions(log)
     # 1. What is left to decide, and what the run's directory holds.
-    with naming_all_inputs(config):
-        config = _decide(config, mesh, decisions.add)
-        directory, checkpointer = open_run_directory(config, supervision.memory)
-        directory.derived = differing_keys(config, loaded.config)
-        config = dated(config, directory, decisions.add)
+    config = _decide(config, mesh, decisions.add)
+    derived = differing_keys(config, loaded.config)
+    directory, checkpointer = open_run_directory(config, derived, supervision.memory)
     mark = followed(config.checkpoint.resume, job_of_process())
     config = followed_once(config, checkpointer, job_of_process(), log)
+    config = directory.config = dated(config, directory, decisions.add)
     if (last_step := finished_step(config, checkpointer)) is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        for line in _describe_finished(config, directory, checkpointer, last_step):
-            log(line)
+        finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
+        log(f"{directory.root} is finished: {finished}")
         return DONE
     # 2. The trainer, and a state to go on from.
     explained = partial(explaining_memory, loaded.config, config, mesh)
-    with explained(), naming_all_inputs(config):
+    with explained():
         ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
         trainer = ready or build_trainer(config, mesh, note=decisions.add)
         if supervision.memory is not None and config.checkpoint.replica_every:
             abstract = trainer.abstract_canonical()
             decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
-        session = start_session(config, mesh, trainer, directory, checkpointer, supervision)
+        session = start_session(mesh, trainer, directory, checkpointer, supervision)
     session.meta |= mark
     supervision.progress.run_directory(directory.root)
     # 3. The report, and the steps.
@@ -217,8 +214,7 @@ def _owned(config: Config) -> Iterator[RunLease]:
         lease = RunLease()
         if jax.process_index() == 0:
             root, mirror = RunDirectory(config).root, open_mirror(config)
-            with naming_all_inputs(config):
-                lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
+            lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
         processes.of_first_process(0)  # the others wait here until the run has its owner
         if not processes.share(RunDirectory(config).root):
             problem = f"not all processes see the same {RunDirectory(config).root}"
@@ -240,12 +236,12 @@ def _decide(config: Config, mesh: Mesh, note: Note) -> Config:
 
 
 def open_run_directory(
-    config: Config, memory: Path | None = None
+    config: Config, derived: Collection[str], memory: Path | None
 ) -> tuple[RunDirectory, Checkpointer]:
     """Open the run's directory and its checkpoints, without writing to them.
 
     Args:
-      config: the resolved configuration.
+      config, derived: the resolved configuration, and its keys that are derived from others.
       memory: directory of the replicas; None without a supervisor.
 
     Raises:
@@ -256,8 +252,8 @@ def open_run_directory(
     if every and memory is None:
         raise ConfigError(Problem(REPLICA_EVERY, NO_SUPERVISOR))
     mirror = open_mirror(config)
-    directory = RunDirectory(config, mirror)
-    directory.claim(config, write=False)
+    directory = RunDirectory(config, mirror, derived)
+    directory.check_owner()
     replicas = Replicas(memory, directory.checkpoints, every) if every and memory else None
     checkpointer = Checkpointer(
         directory.checkpoints, config.checkpoint, mirror=mirror, replicas=replicas, log=log
@@ -287,21 +283,7 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
     return step if processes.agree(is_sound) else None
 
 
-def _describe_finished(
-    config: Config, directory: RunDirectory, checkpointer: Checkpointer, step: int
-) -> list[str]:
-    """Return lines saying that the run ended with `step`, and which changes have no effect."""
-    meta = checkpointer.record(step).meta
-    is_known = isinstance(meta.get("config"), Mapping)  # otherwise handmade: no run saved it
-    changed = directory.check(config, meta, checkpointer.place) if is_known else []
-    lines = [f"changed since step {step}: {change}" for change in changed]
-    finished = f"step {step} is saved, and steps={config.steps}; nothing to do"
-    in_vain = ", so what has changed has no effect" if changed else ""
-    return [*lines, f"{directory.root} is finished: {finished}{in_vain}"]
-
-
 def start_session(
-    config: Config,
     mesh: Mesh,
     trainer: Trainer,
     directory: RunDirectory,
@@ -311,7 +293,6 @@ def start_session(
     """Initialise the state or restore it from a checkpoint, and return what the loop works with.
 
     Args:
-      config: the resolved configuration.
       mesh, trainer: the mesh of all devices, and the trainer built for it.
       directory, checkpointer: the results of `open_run_directory`.
       supervision: signals, deadlines and leases of this process.
@@ -320,6 +301,7 @@ def start_session(
       ConfigError: data, run directory or mirror do not fit the configuration; at most
         `config.yml` has been written.
     """
+    config = directory.config
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
@@ -329,27 +311,27 @@ def start_session(
     resume_step = step_to_continue(config, checkpointer)
     step, skips, changed = 0, 0, list[Change]()
     if resume_step is None:
-        state = _first_state(config, trainer, directory)
+        state = _first_state(trainer, directory)
     else:
         try:
             restored, changed = _restore(
-                config, trainer, directory, checkpointer, resume_step, fingerprint, supervision
+                trainer, directory, checkpointer, resume_step, fingerprint, supervision
             )
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             loader.close()
-            return start_session(config, mesh, trainer, directory, checkpointer, supervision)
+            return start_session(mesh, trainer, directory, checkpointer, supervision)
         meta, step, skips = restored.meta, restored.step, int(restored.state.skips)
         changed += version_changes(versions, meta.get(VERSIONS))
         for line in describe_changes(config, changed, meta, step):
             log(line)
         state = live_state(trainer, restored.state, changed)
         loader = continue_loader(loader, config, place, restored.iterator, meta)
-    recorder = _build_recorder(config, mesh, directory, step, max(checkpointer.steps(), default=0))
+    recorder = _build_recorder(mesh, directory, step, max(checkpointer.steps(), default=0))
     recorder.changes(step, changed)
     if jax.process_index() == 0:
-        directory.keep_config(config, step)
-        directory.keep_tokenizer(config)
+        directory.keep_config(step)
+        directory.keep_tokenizer()
     recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Session(
         config=config,
@@ -376,10 +358,11 @@ def start_session(
     )
 
 
-def _first_state(config: Config, trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
+def _first_state(trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
     """Return the state before the first step, with the weights of `init_from` if there are any."""
+    config = directory.config
     weights = open_weights(config, together=True)  # fit the model before anything is written
-    claim_run_directory(config, directory, is_new=True)
+    claim_run_directory(directory, is_new=True)
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
         log(f"weights     random, seed {config.seed}")
@@ -391,7 +374,6 @@ def _first_state(config: Config, trainer: Trainer[StateT], directory: RunDirecto
 
 
 def _restore(
-    config: Config,
     trainer: Trainer,
     directory: RunDirectory,
     checkpointer: Checkpointer,
@@ -400,12 +382,12 @@ def _restore(
     supervision: Supervision,
 ) -> tuple[Restored[TrainState], list[Change]]:
     """Return the newest sound checkpoint, or that of `step`, and what was changed since."""
-    changed: list[Change] = []
+    config, changed = directory.config, list[Change]()
     # A refusal should not cost the time of a restore; the restore itself deals with damage.
     with suppress(CheckpointDamaged):
         meta = checkpointer.record(step).meta
-        changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
-    claim_run_directory(config, directory, is_new=False)
+        changed = check_continuity(directory, fingerprint, meta, checkpointer.place)
+    claim_run_directory(directory, is_new=False)
     if config.init_from:
         log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
     exact_step = None if config.checkpoint.resume in NEWEST else step
@@ -413,11 +395,10 @@ def _restore(
     with supervision.time.phase("restore"), naming_shapes(changed, directory):
         restored = checkpointer.restore(like, exact_step, optional)
     # This may not be the step checked above, if that one was damaged.
-    place = checkpointer.place
-    return restored, check_continuity(config, fingerprint, restored.meta, directory, place)
+    return restored, check_continuity(directory, fingerprint, restored.meta, checkpointer.place)
 
 
-def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool) -> None:
+def claim_run_directory(directory: RunDirectory, *, is_new: bool) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
 
     A new run also keeps small files of the folder that it was imported from.
@@ -425,17 +406,16 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
     Raises:
       ConfigError: the directory belongs to another configuration, or cannot be written to.
     """
-    directory.claim(config)
+    directory.claim()
     if jax.process_index() == 0:
         if is_new:
-            directory.keep_origin(config)
-        directory.publish(config)
+            directory.keep_origin()
+        directory.publish()
 
 
-def _build_recorder(
-    config: Config, mesh: Mesh, directory: RunDirectory, step: int, newest: int
-) -> Recorder:
+def _build_recorder(mesh: Mesh, directory: RunDirectory, step: int, newest: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`; `newest` is the last saved step."""
+    config = directory.config
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,

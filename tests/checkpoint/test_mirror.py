@@ -363,9 +363,9 @@ def test_entries_committed_step_with_unfinished_mark_is_committed(
 def run_directory(start, tmp_path):
     """Return a function that claims a run with step 20 in its directory and the mirror."""
     config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
-    RunDirectory(config).claim(config)
+    RunDirectory(config).claim()
     (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
-    return lambda: RunDirectory(config, mirror_of(start())).claim(config)
+    return lambda: RunDirectory(config, mirror_of(start())).claim()
 
 
 def test_claim_mirror_of_other_configuration_raises(start, samples, mirror_url, run_directory):

@@ -148,6 +148,6 @@ def save_run(folder: Path, **values: object) -> str:
     config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
     directory = RunDirectory(config)
     directory.root.mkdir()
-    directory.keep_origin(config)
+    directory.keep_origin()
     save_checkpoint(config, directory.root, canonical_params(ModelProgram(config.model)))
     return str(directory.root)

@@ -101,9 +101,9 @@ def export_of(config, name, target, **values):
     """Write what an export of a run has besides weights, into a new directory."""
     run = replace(config, run_name=name, **values)
     directory = RunDirectory(run)
-    directory.claim(run)
-    directory.keep_tokenizer(run)
-    directory.keep_origin(run)
+    directory.claim()
+    directory.keep_tokenizer()
+    directory.keep_origin()
     target.mkdir()
     copy_companions(target, sorted(directory.tokenizer.iterdir()), directory.origin)
     return {file.name: file.read_text() for file in target.iterdir()}

@@ -12,7 +12,7 @@ from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.replicas import Replicas
-from maxpipe.config import CheckpointConfig, Config, ConfigError, catalog, replace
+from maxpipe.config import CheckpointConfig, Config, ConfigError, replace
 from maxpipe.config.identity import SHAPED
 from maxpipe.config.load import derive_known, resolve
 from maxpipe.config.options import OPTIONS, get, update
@@ -45,7 +45,7 @@ def check(config):
 
     def check(changed, meta=meta):
         directory = RunDirectory(changed)
-        return check_continuity(changed, fingerprint_data(changed), meta, directory, "there")
+        return check_continuity(directory, fingerprint_data(changed), meta, "there")
 
     return check
 
@@ -58,11 +58,8 @@ def rewrite(config, lines):
     corpus(config).write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_continuity_of_the_same_run_has_no_changes(config, check):
-    assert check(config) == []
-
-
 def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(config, check):
+    assert check(config) == []
     for key, value, group in [
         ("seed", 1, "seed"),
         ("model.rope_theta", 5e5, "model"),
@@ -73,15 +70,17 @@ def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(config, c
         ("data.sequence_length", 64, "data"),
     ]:
         changed = replace(config, **{key: value})
-        with pytest.raises(ConfigError) as caught:
-            check(changed)
-        assert [problem.key for problem in caught.value.problems] == [key, "run_name"]
-        assert f"checkpoint.accept_changes=[{group}]" in str(caught.value)
         others = [name for name in ("model", "seed", "data", "optimizer") if name != group]
-        with pytest.raises(ConfigError):
-            check(replace(changed, **{"checkpoint.accept_changes": others}))
+        for refused in (changed, replace(changed, **{"checkpoint.accept_changes": others})):
+            with pytest.raises(ConfigError) as caught:
+                check(refused)
+            assert [problem.key for problem in caught.value.problems] == [key, "run_name"]
+        assert f"checkpoint.accept_changes=[{group}]" in str(caught.value)
         accepted = check(replace(changed, **{"checkpoint.accept_changes": [group]}))
         assert [(change.key, change.now) for change in accepted] == [(key, value)]
+    never = {"data.global_batch_size": 16, "checkpoint.accept_changes": ["data"]}
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size: is 16"):
+        check(replace(config, **never))
 
 
 def test_continuity_lets_a_layer_be_computed_in_another_way(config, check):
@@ -96,58 +95,46 @@ def test_continuity_lets_a_layer_be_computed_in_another_way(config, check):
         assert change.key == key
 
 
-def test_continuity_refuses_fewer_token_ids_than_the_checkpoint_has(config):
+def test_continuity_refuses_fewer_token_ids_than_the_checkpoint_has(config, check):
     """Ids that became padding would never be predicted again; earlier versions had no padding."""
-    directory, fewer = RunDirectory(config), config.model.vocab_size - 1
-    changed = replace(config, **{"model.unpadded_vocab_size": fewer})
-    fingerprint = fingerprint_data(config)
+    changed = replace(config, **{"model.unpadded_vocab_size": config.model.vocab_size - 1})
     for recorded in (config.model.unpadded_vocab_size, -1, "an earlier version"):
         meta = json.loads(json.dumps({"config": asdict(config)}))
         meta["config"]["model"]["unpadded_vocab_size"] = recorded
         if recorded == "an earlier version":
             del meta["config"]["model"]["unpadded_vocab_size"]
         with pytest.raises(ConfigError) as caught:
-            check_continuity(changed, fingerprint, meta, directory, "there")
+            check(changed, meta)
         assert caught.value.problems[0].key == "model.unpadded_vocab_size"
         assert f"made with {config.model.vocab_size}; " in caught.value.problems[0].message
-        assert check_continuity(config, fingerprint, meta, directory, "there") == []
+        assert check(config, meta) == []
 
 
-def test_continuity_never_accepts_another_batch_size(config, check):
-    changed = {"data.global_batch_size": 16, "checkpoint.accept_changes": ["data"]}
-    with pytest.raises(ConfigError, match=r"data\.global_batch_size: is 16"):
-        check(replace(config, **changed))
-
-
-def test_continuity_refuses_changed_files_unless_data_is_accepted(config, check):
+def test_continuity_refuses_changed_files_unless_data_is_accepted(config, check, tmp_path):
     lines = corpus(config).read_text().splitlines()
     changes = {"shortened": lines[:20], "reordered": lines[::-1], "appended": lines + lines}
     for change, new in changes.items():
         rewrite(config, new)
         with pytest.raises(ConfigError) as caught:
             check(config)
-        message = caught.value.problems[0].message
-        assert caught.value.problems[0].key == "data.path"
-        assert ("appended" in message) == (change == "appended")
+        problem = caught.value.problems[0]
+        assert (problem.key, "appended" in problem.message) == ("data.path", change == "appended")
         (accepted,) = check(replace(config, **{"checkpoint.accept_changes": ["data"]}))
         assert accepted.key == "data.path"
-
-
-def test_continuity_of_moved_files_is_a_change_of_the_path_only(config, check, tmp_path):
+    rewrite(config, lines)
     (tmp_path / "other").mkdir()
     target = corpus(config).rename(tmp_path / "other" / "corpus.jsonl")
     assert check(replace(config, **{"data.path": str(target)})) == []
 
 
-def test_continuity_refuses_another_tokenizer_under_the_same_name(config, tmp_path):
+def test_continuity_refuses_another_tokenizer_under_the_same_name(config, check, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text("one")
     config = replace(config, **{"data.tokenizer": str(file)})
     meta = {"config": asdict(config), "fingerprint": fingerprint_data(config).to_json()}
     file.write_text("two")
-    directory = RunDirectory(config)
     with pytest.raises(ConfigError, match=r"accept_changes=\[tokenizer\]"):
-        check_continuity(config, fingerprint_data(config), meta, directory, "there")
+        check(config, meta)
 
 
 def test_continuity_without_a_fingerprint_compares_keys_and_says_so(config, check):
@@ -158,11 +145,8 @@ def test_continuity_without_a_fingerprint_compares_keys_and_says_so(config, chec
     assert line.startswith("checkpoint 20 has no fingerprint")
     with pytest.raises(ConfigError, match=r"data\.path: is "):
         check(replace(config, **{"data.path": "elsewhere"}), {"config": {"data": {"path": "x"}}})
-
-
-def test_continuity_with_a_fingerprint_of_another_form_is_refused(config, check):
     with pytest.raises(ConfigError, match="has another form"):
-        check(config, {"config": asdict(config), "fingerprint": {"data": 3}})
+        check(config, meta | {"fingerprint": {"data": 3}})
 
 
 def test_run_contents_have_digests_of_data_in_place_of_paths(config, tmp_path):
@@ -200,18 +184,10 @@ def test_rate_change_is_said_when_a_longer_run_raises_the_rate(config):
         "as with optimizer.decay_steps=200 optimizer.warmup_steps=10"
     )
     assert rate_change(config.optimizer, meta, 180) == ""
-    constant = replace(longer, **{"optimizer.schedule": "constant"})
-    meta = {"config": asdict(replace(config, **{"optimizer.schedule": "constant"}))}
-    assert rate_change(constant.optimizer, meta, 180) == ""
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_rate_change_of_a_schedule_that_is_gone_is_not_said(config, monkeypatch, is_known):
-    if is_known:
-        schedule = catalog.LearningRateSchedule("a_missing_module:halves")
-        monkeypatch.setitem(catalog.LR_SCHEDULES, "halves", schedule)
-    earlier = asdict(update(config, {"optimizer.schedule": "halves"}))
-    assert rate_change(config.optimizer, {"config": earlier}, 180) == ""
+    for schedule in ("constant", "of_a_module_that_is_gone"):
+        given = replace(longer, **{"optimizer.schedule": "constant"})
+        meta = {"config": asdict(update(config, {"optimizer.schedule": schedule}))}
+        assert rate_change(given.optimizer, meta, 180) == ""
 
 
 def checkpointer_with(config, *steps):
@@ -223,64 +199,46 @@ def checkpointer_with(config, *steps):
     return checkpointer
 
 
-class TestFinishedStep:
-    def test_finished_step_is_the_last_one_if_its_record_is_sound(self, config):
-        config = replace(config, steps=4)
-        checkpointer = checkpointer_with(config, 2)
-        assert finished_step(config, checkpointer) is None
-        checkpointer = checkpointer_with(config, 4)
-        assert finished_step(config, checkpointer) == 4
-        assert finished_step(replace(config, **{"checkpoint.resume": "2"}), checkpointer) is None
+def test_finished_step_is_the_last_one_if_its_record_is_sound(config, monkeypatch, capsys):
+    config = replace(config, steps=4)
+    assert finished_step(config, checkpointer_with(config, 2)) is None
+    checkpointer = checkpointer_with(config, 4)
+    assert finished_step(config, checkpointer) == 4
+    assert finished_step(replace(config, **{"checkpoint.resume": "2"}), checkpointer) is None
+    (RunDirectory(config).checkpoints / "1000").mkdir()
+    assert finished_step(config, checkpointer) is None
+    assert "is saved, but damaged" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("damage", ["no files", "empty record", "record of another step"])
-    def test_finished_step_is_none_if_the_record_is_damaged(self, config, damage, capsys):
-        config = replace(config, steps=4)
-        checkpointer = checkpointer_with(config, 2, 4)
-        checkpointer.close()
-        checkpoints = RunDirectory(config).checkpoints
-        if damage == "no files":
-            (checkpoints / "1000").mkdir()
-        elif damage == "empty record":
-            record_file(checkpoints / "4").write_bytes(b"")
-        else:
-            (checkpoints / "4").rename(checkpoints / "5")
-        assert finished_step(config, checkpointer) is None
-        assert "is saved, but damaged" in capsys.readouterr().out
+    def refuse(step, **_):
+        raise CheckpointUnreadable("no permission")
 
-    def test_finished_step_is_none_if_only_its_replica_is_sound(self, config, tmp_path, capsys):
-        config = replace(config, steps=4)
-        checkpoints = RunDirectory(config).checkpoints
-        rows = np.zeros((1, 3), np.int64)
-        parts = {"a": rows}, rows, {"config": {}}
+    monkeypatch.setattr(checkpointer, "record", refuse)
+    with pytest.raises(CheckpointUnreadable):
+        finished_step(config, checkpointer)
 
-        def start():
-            replicas = Replicas(tmp_path / "memory", checkpoints, 4)
-            return Checkpointer(checkpoints, CheckpointConfig(every=4), replicas=replicas)
 
-        checkpointer = start()
-        checkpointer.replicate(4, *parts)
-        checkpointer.save(4, *parts)
-        checkpointer.close()
-        record_file(checkpoints / "4").write_bytes(b"")
-        checkpointer = start()
-        assert finished_step(config, checkpointer) is None
-        assert "is saved, but damaged" in capsys.readouterr().out
-        checkpointer.restore({"a": jax.ShapeDtypeStruct(rows.shape, rows.dtype)})
-        assert checkpointer.save(4, *parts), "what is on the disk cannot be restored"
-        checkpointer.close()
-        assert (checkpoints / "4.abandoned").exists()
-        assert finished_step(config, checkpointer) == 4
+def test_finished_step_is_none_if_only_its_replica_is_sound(config, tmp_path):
+    config = replace(config, steps=4)
+    checkpoints = RunDirectory(config).checkpoints
+    rows = np.zeros((1, 3), np.int64)
+    parts = {"a": rows}, rows, {"config": {}}
 
-    def test_finished_step_that_cannot_be_read_here_raises(self, config, monkeypatch):
-        config = replace(config, steps=4)
-        checkpointer = checkpointer_with(config, 4)
+    def start():
+        replicas = Replicas(tmp_path / "memory", checkpoints, 4)
+        return Checkpointer(checkpoints, CheckpointConfig(every=4), replicas=replicas)
 
-        def refuse(step, **_):
-            raise CheckpointUnreadable("no permission")
-
-        monkeypatch.setattr(checkpointer, "record", refuse)
-        with pytest.raises(CheckpointUnreadable):
-            finished_step(config, checkpointer)
+    checkpointer = start()
+    checkpointer.replicate(4, *parts)
+    checkpointer.save(4, *parts)
+    checkpointer.close()
+    record_file(checkpoints / "4").write_bytes(b"")
+    checkpointer = start()
+    assert finished_step(config, checkpointer) is None
+    checkpointer.restore({"a": jax.ShapeDtypeStruct(rows.shape, rows.dtype)})
+    assert checkpointer.save(4, *parts), "what is on the disk cannot be restored"
+    checkpointer.close()
+    assert (checkpoints / "4.abandoned").exists()
+    assert finished_step(config, checkpointer) == 4
 
 
 # The two keep a bias together, see docs/experts.md; of the others the test knows no second value.

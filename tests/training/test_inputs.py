@@ -9,14 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.runs import last_words, write_config
 
-from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.resume import step_to_resume
-from maxpipe.config import Config, ConfigError, Problem, replace
+from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS
 from maxpipe.training import inputs
-from maxpipe.training.inputs import check_inputs, input_problems, naming_all_inputs
-from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.inputs import check_inputs
 
 
 @pytest.fixture
@@ -35,53 +32,45 @@ def config(tmp_path):
     return derive_known(replace(Config(), **values))
 
 
-def keys_of(problems):
-    return [problem.key for problem in problems]
+def problems_of(config, **changed):
+    """Return the keys that `check_inputs` names."""
+    try:
+        check_inputs(Loaded(replace(config, **changed), dict.fromkeys(OPTIONS, "")))
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
 
 
-def test_input_problems_name_every_input_that_cannot_be_used(config):
-    assert input_problems(config) == []
+def test_check_inputs_names_every_input_that_cannot_be_used(config, tmp_path):
+    assert problems_of(config) == []
     for changed, keys in [
         ({"data.tokenizer": "none.json"}, {"data.tokenizer"}),
         ({"model.vocab_size": 200, "model.unpadded_vocab_size": 200}, {"model.vocab_size"}),
-        ({"data.path": "none"}, {"data.path"}),
         ({"data.eval_path": "none"}, {"data.eval_path"}),
-        ({"init_from": "hf:/none"}, {"init_from"}),
         ({"checkpoint.resume": "must"}, {"checkpoint.resume"}),
         (
             {"data.tokenizer": "none.json", "data.path": "none", "init_from": "maxtext:/none"},
             {"data.tokenizer", "data.path", "init_from"},
         ),
+        (
+            {"data.path": "none", "mesh.simulated_devices": 8, "mesh.ici.fsdp": 3},
+            {"data.path", "mesh.ici"},
+        ),
     ]:
-        assert {*keys_of(input_problems(replace(config, **changed)))} == keys
+        assert {*problems_of(config, **changed)} == keys
+    steps = tmp_path / "runs" / config.run_name / "checkpoints"
+    (steps / "3").mkdir(parents=True)
+    unread = {"init_from": "hf:/none"}
+    assert problems_of(config, **unread) == []  # the run continues from its checkpoint
+    assert problems_of(config, **{"data.path": "none"}) == ["data.path"]
+    (steps / str(config.steps)).mkdir()
+    assert problems_of(config, **{"data.path": "none"}) == []  # the run is finished
 
 
-def test_input_problems_of_a_run_with_checkpoints_leave_out_weights_that_are_not_read(
-    config, tmp_path
-):
-    config = replace(config, init_from="hf:/none")
-    (tmp_path / "runs" / config.run_name / "checkpoints" / "3").mkdir(parents=True)
-    assert input_problems(config) == []
-
-
-def test_naming_all_inputs_adds_each_problem_once_and_keeps_the_first_first(config):
-    config = replace(config, **{"data.path": "none", "init_from": "hf:/none"})
-    first = Problem("output_dir", "cannot write to it")
-    (of_data,) = input_problems(replace(config, init_from=""))[:1]
-    with pytest.raises(ConfigError) as caught, naming_all_inputs(config):
-        raise ConfigError(first, of_data)
-    assert caught.value.problems[:2] == (first, of_data)
-    assert keys_of(caught.value.problems) == ["output_dir", "data.path", "init_from"]
-
-
-def test_nothing_to_resume_in_a_relative_directory_is_one_problem(config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = replace(config, **{"output_dir": "runs", "checkpoint.resume": "must"})
-    checkpointer = Checkpointer(RunDirectory(config).checkpoints, config.checkpoint)
-    with pytest.raises(ConfigError) as caught, naming_all_inputs(config):
-        step_to_resume("must", checkpointer.steps(), checkpointer.place)
-    checkpointer.close()
-    assert len(caught.value.problems) == 1
+def test_check_inputs_of_one_of_several_processes_opens_none(config, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    assert problems_of(config, **{"data.path": "none"}) == []
 
 
 # Runs commands, from JSON on the command line, where neither JAX nor extras can be imported.
@@ -148,31 +137,6 @@ def test_commands_name_what_is_missing_without_jax(tmp_path):
         assert "config error: " in said, line
         assert text in said
         assert said.endswith("1 problem found\n")
-
-
-class TestCheckInputs:
-    @pytest.fixture
-    def loaded(self, config):
-        return Loaded(replace(config, **{"data.path": "none"}), dict.fromkeys(OPTIONS, ""))
-
-    def test_check_inputs_names_the_mesh_that_does_not_fit_as_well(self, loaded):
-        config = replace(loaded.config, **{"mesh.simulated_devices": 8, "mesh.ici.fsdp": 3})
-        with pytest.raises(ConfigError) as caught:
-            check_inputs(Loaded(config, loaded.sources))
-        assert keys_of(caught.value.problems) == ["data.path", "mesh.ici"]
-
-    def test_check_inputs_of_a_finished_run_opens_none(self, loaded, tmp_path):
-        steps = tmp_path / "runs" / loaded.config.run_name / "checkpoints"
-        (steps / "3").mkdir(parents=True)
-        with pytest.raises(ConfigError):
-            check_inputs(loaded)
-        (steps / str(loaded.config.steps)).mkdir()
-        check_inputs(loaded)
-
-    def test_check_inputs_of_one_of_several_processes_opens_none(self, loaded, monkeypatch):
-        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-        monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-        check_inputs(loaded)
 
 
 def test_weights_that_may_not_be_read_are_a_config_error(monkeypatch):
