@@ -64,12 +64,8 @@ class InitialWeights(Protocol):
         ...
 
 
-def open_weights(config: Config, *, together: bool = False) -> InitialWeights | None:
-    """Return the weights that `init_from` names, None if it is empty.
-
-    Args:
-      config: the resolved configuration.
-      together: whether all processes of the run call this, and may wait for each other.
+def open_weights(config: Config) -> InitialWeights | None:
+    """Return the weights that `init_from` names, None if it is empty; all processes call this.
 
     Raises:
       ConfigError: the weights do not fit the model, all names are listed; or the tokenizer is
@@ -82,9 +78,7 @@ def open_weights(config: Config, *, together: bool = False) -> InitialWeights | 
     config = replace(config, model=config.model.base)
     schemes = {MAXTEXT: "maxtext", RUN: "run"}
     form = schemes.get(split_scheme(config.init_from)[0], "hf")
-    build = implementation(WEIGHT_FORMATS[form])
-    # Only a run may change while it is read.
-    weights: InitialWeights = build(config, together=together) if form == "run" else build(config)
+    weights: InitialWeights = implementation(WEIGHT_FORMATS[form])(config)
     return weights
 
 
@@ -141,11 +135,11 @@ class RunWeights:
     """The parameters of a run's newest step, checked against the model.
 
     The step may have been made with any mesh, schedule and engine. Its optimizer state is not read.
+    All processes read the step that process 0 finds, since a run still in training may commit a
+    newer one meanwhile, and check that it is the same.
 
     Args:
       config: the resolved configuration; `init_from` names the directory of the run.
-      together: whether all processes open them now. They read the step that process 0 finds, since
-        a run still in training may commit a newer one meanwhile, and check that it is the same.
 
     Attributes:
       num_bytes, num_elements: bytes and elements of all parameters.
@@ -155,8 +149,8 @@ class RunWeights:
         names are listed), or processes see different steps.
     """
 
-    def __init__(self, config: Config, *, together: bool = False):
-        self._directory = newest_step(config.init_from, together=together)
+    def __init__(self, config: Config):
+        self._directory = newest_step(config.init_from)
         try:
             self._reader = ParameterReader([self._directory])
         except (CheckpointDamaged, CheckpointUnreadable) as error:
@@ -167,7 +161,7 @@ class RunWeights:
                 f"{run_of(config.init_from)} --hf NEW merges them, and hf:NEW names the result"
             )
             raise ConfigError(Problem(KEY, message))
-        if together and processes.count() > 1:
+        if processes.count() > 1:
             file = record_file(self._directory)
             agree_on({KEY: sampled_digest(str(file), file.stat().st_size)})
         specs, layers = ModelProgram(config.model).specs, np.arange(config.model.stacked_layers)
@@ -208,19 +202,14 @@ class RunWeights:
         return array.astype(like.dtype)
 
 
-def newest_step(value: str, *, together: bool = False) -> Path:
-    """Return the directory of the newest committed step that `run:DIR` names.
-
-    Args:
-      value: the value of `init_from`.
-      together: whether all processes call this, to take the step that process 0 finds.
+def newest_step(value: str) -> Path:
+    """Return the directory of the newest committed step that process 0 finds in `run:DIR`.
 
     Raises:
       ConfigError: there is no such step.
     """
     store = open_steps(run_of(value), KEY)
-    step = max(store.steps(), default=0)
-    step = processes.of_first_process(step) if together else step
+    step = processes.of_first_process(max(store.steps(), default=0))
     if not step:
         raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
     with store.local_copy(step) as directory:

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -289,26 +290,32 @@ def run_and_close(run: Session, train: Callable[[], int]) -> int:
     Raises:
       LeaseLost: the run directory is gone or has another owner, even if all steps are done.
     """
-    watchdog = run.supervision.watchdog
-    try:
+    supervision = run.supervision
+
+    def announce_end() -> None:
+        what = f"the end of training after step {run.step}"
+        supervision.watchdog.progress(what, before_step=False)
+
+    def end_saves() -> None:
+        with supervision.time.phase("checkpoint"):
+            # A directory that has another owner is left alone.
+            if not supervision.lease.is_lost:
+                run.checkpointer.close()
+
+    def account_for_time() -> None:
+        seconds, down = supervision.time.seconds(), supervision.downtime.to_dict()
+        run.recorder.time_account(run.step, seconds, down)
+
+    with ExitStack() as ending:  # the last one added is closed first, and all are
+        ending.callback(run.recorder.close)
+        ending.callback(account_for_time)
+        ending.callback(end_saves)
+        ending.callback(run.profiler.close)
+        ending.callback(run.loader.close)
+        ending.callback(announce_end)
         with ending_with_lost_process():
             exit_code = train()
-    finally:
-        watchdog.progress(f"the end of training after step {run.step}", before_step=False)
-        run.loader.close()
-        run.profiler.close()
-        try:
-            with run.supervision.time.phase("checkpoint"):
-                # A directory that has another owner is left alone.
-                if not run.supervision.lease.is_lost:
-                    run.checkpointer.close()
-        finally:
-            down = run.supervision.downtime.to_dict()
-            try:
-                run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
-            finally:
-                run.recorder.close()
-    run.supervision.lease.verify()
+    supervision.lease.verify()
     return exit_code
 
 

@@ -361,7 +361,7 @@ def start_session(
 def _first_state(trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
     """Return the state before the first step, with the weights of `init_from` if there are any."""
     config = directory.config
-    weights = open_weights(config, together=True)  # fit the model before anything is written
+    weights = open_weights(config)  # fit the model before anything is written
     claim_run_directory(directory, is_new=True)
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:

@@ -241,18 +241,6 @@ def test_restore_two_damaged_steps_falls_back_twice(checkpointer, directory, mes
     assert len(messages) == 3
 
 
-def test_set_aside_same_step_twice_keeps_both_copies(checkpointer, directory, samples):
-    samples.save(checkpointer, 10, 20)
-    for _ in range(2):
-        checkpointer.wait()
-        truncate(directory / "20")
-        checkpointer.restore(samples.abstract(samples.state(10)))
-        samples.save(checkpointer, 20)
-    checkpointer.wait()
-    names = sorted(path.name for path in directory.iterdir())
-    assert names == ["10", "20", "20.damaged", "20.damaged-2"]
-
-
 def test_restore_all_steps_damaged_raises_every_time(copied, checkpointer, samples):
     truncate(copied / "20")
     (copied / "10" / "meta" / "metadata").write_text("{}")
@@ -291,16 +279,6 @@ def test_restore_local_error_raises_unreadable_and_renames_nothing(
         with pytest.raises(raised):
             checkpointer.restore(samples.abstract(samples.state(20)))
         assert checkpointer.steps() == [10, 20]
-
-
-def test_restore_unknown_format_raises_unreadable(copied, checkpointer, samples, monkeypatch):
-    monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 2)
-    with pytest.raises(
-        CheckpointUnreadable,
-        match="checkpoints/20: checkpoint format 1 is not known to this version",
-    ):
-        checkpointer.restore(samples.abstract(samples.state(20)))
-    assert checkpointer.steps() == [10, 20]
 
 
 def test_read_arrays_larger_than_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):

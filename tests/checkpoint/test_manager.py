@@ -22,27 +22,19 @@ from maxpipe.config import CheckpointConfig
 from maxpipe.storage.object_store import Deadline
 
 
-def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples):
-    samples.save(checkpointer, 10)
-    restored = checkpointer.restore(samples.abstract(samples.state(10)))
-    samples.assert_restored(restored, 10)
-    for got, wanted in zip(
-        jax.tree.leaves(restored.state), jax.tree.leaves(samples.state(10)), strict=True
-    ):
-        assert isinstance(got, jax.Array) == isinstance(wanted, jax.Array)
-        assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
-
-
 def test_restore_on_another_mesh_or_the_host_has_the_layout_asked_for(checkpointer, samples):
     samples.save(checkpointer, 10)
     host = checkpointer.restore(samples.abstract(samples.state(10), sharded=False))
     samples.assert_restored(host, 10)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host.state))
-    for shape in [(1, 1), (8, 1), (4, 2)]:
+    for shape in [(2, 4), (1, 1), (8, 1), (4, 2)]:
         target = samples.abstract(samples.state(10, *shape))
         restored = checkpointer.restore(target)
         samples.assert_restored(restored, 10)
-        assert restored.state["params"]["weight"].sharding == target["params"]["weight"].sharding
+        for leaf, like in zip(
+            jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True
+        ):
+            assert getattr(leaf, "sharding", None) == like.sharding
 
 
 def test_save_arrays_may_be_donated_and_overwritten_after_return(checkpointer, samples):
@@ -177,13 +169,6 @@ def test_failed_save_raises_once_and_step_can_be_saved_again(
     assert checkpointer.steps() == [10, 20]
 
 
-def test_save_directory_that_cannot_be_made_raises(tmp_path, samples):
-    (tmp_path / "file").touch()
-    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
-    with pytest.raises(CheckpointSaveError, match="file/checkpoints/1 failed"):
-        samples.save(checkpointer, 1)
-
-
 def test_save_after_going_back_abandons_every_step_after_the_restored_one(
     checkpointer, directory, messages, samples
 ):
@@ -316,26 +301,10 @@ def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatc
     assert checkpointer.steps() == [10, 20]
 
 
-def test_save_longer_than_the_grace_period_warns_once(directory, samples):
+def test_save_longer_than_the_grace_period_warns_once(directory, samples, messages):
     """It is compared with the time from the start of a save to its commit."""
-    for grace_seconds, count in ((1e-9, 1), (0, 0), (1000, 0)):
-        messages = []
-        settings = CheckpointConfig(grace_seconds=grace_seconds)
-        checkpointer = Checkpointer(directory / f"{count}", settings, log=messages.append)
-        samples.save(checkpointer, 1, 2)
-        checkpointer.close()
-        found = ["longer than checkpoint.grace_seconds allows" in line for line in messages]
-        assert found == [True] * count
-        shutil.rmtree(directory / f"{count}")
-
-
-def test_save_state_that_is_not_finite_writes_nothing(checkpointer, samples, directory):
-    samples.save(checkpointer, 1)
-    state = samples.state(2)
-    state["params"]["scale"] = state["params"]["scale"].at[3].set(jnp.inf)
-    with pytest.raises(StateNotFinite, match=r"step 2 is not finite \(params.scale\)"):
-        checkpointer.save(2, state, samples.iterator(2), samples.meta(2))
-    assert StepsDirectory(directory).steps() == [1]
-    samples.save(checkpointer, 2)
-    checkpointer.wait()
-    assert StepsDirectory(directory).steps() == [1, 2]
+    settings = CheckpointConfig(grace_seconds=1e-9)
+    checkpointer = Checkpointer(directory, settings, log=messages.append)
+    samples.save(checkpointer, 1, 2)
+    checkpointer.close()
+    assert ["longer than checkpoint.grace_seconds allows" in line for line in messages] == [True]

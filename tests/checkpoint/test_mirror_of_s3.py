@@ -61,11 +61,6 @@ def test_commands_of_url_list_verify_and_show_steps(mirrored, store, capsys):
     assert capsys.readouterr().out.startswith("step: 10\n")
 
 
-def test_command_ls_of_empty_url_exits_with_2(s3, mirror_url, capsys):
-    assert main(["ls", mirror_url]) == 2
-    assert f"{mirror_url} holds no checkpoints" in capsys.readouterr().err
-
-
 def test_command_verify_without_credentials_names_variables(without_s3_keys, capsys):
     assert main(["verify", "s3://bucket/runs/base"]) == 2
     assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (

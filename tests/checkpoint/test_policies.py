@@ -97,14 +97,6 @@ class Clock:
         return self.now
 
 
-def test_save_timer_without_an_interval_of_steps_follows_minutes_alone():
-    clock = Clock()
-    timer = SaveTimer(CheckpointConfig(every=0, every_minutes=1), clock)
-    assert not any(timer.is_due(step) for step in range(1, 12))
-    clock.now = 60
-    assert timer.is_due(12)
-
-
 def test_save_timer_step_of_earlier_process_is_not_compared_with_grace():
     timer = SaveTimer(CheckpointConfig(grace_seconds=1), Clock())
     timer.finished()

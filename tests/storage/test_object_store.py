@@ -67,12 +67,9 @@ def test_open_store_url_with_credentials_is_refused_without_showing_them():
         assert (
             f"{url[:5]}***@bucket/runs: a URL must not hold credentials; they come from " in shown
         )
-
-
-def test_open_store_signs_that_are_no_credentials_are_let_pass():
+    pytest.importorskip("s3fs", reason="needs the extra `s3`")
     for url in [
         "s3://bucket/models/a:b@2024/x",
         "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/a@b",
     ]:
-        pytest.importorskip("s3fs", reason="needs the extra `s3`")
         assert open_store(url, "data.path").protocol

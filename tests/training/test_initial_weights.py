@@ -62,28 +62,19 @@ def test_init_from_run_takes_a_directory(capsys: pytest.CaptureFixture[str]) -> 
         assert "has none of the forms run:DIR" in capsys.readouterr().err
 
 
-def test_step_of_a_run_that_all_processes_read_is_the_one_that_process_0_finds(
-    first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value = f"run:{first[1]}"
-    monkeypatch.setattr(processes, "of_first_process", lambda step: step - 1)
-    assert newest_step(value).name == "2"
-    assert newest_step(value, together=True).name == "1"
-
-
 def test_weights_of_a_run_that_processes_read_together_are_compared(
     first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, root = first
     config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 8)
     compared: list[dict[str, str]] = []
+    RunWeights(config)
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(initial_weights, "agree_on", compared.append)
     RunWeights(config)
-    assert compared == []
-    RunWeights(config, together=True)
     monkeypatch.setattr(processes, "of_first_process", lambda step: step - 1)
-    RunWeights(config, together=True)
+    assert newest_step(config.init_from).name == "1"
+    RunWeights(config)
     newest, older = (texts["init_from"] for texts in compared)
     assert newest != older
 

@@ -1,6 +1,7 @@
 """Test the order of the loop with fakes that record their calls."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -389,48 +390,31 @@ def test_loop_looks_at_the_directory_before_it_saves(run, notes):
     assert of(notes, "step", "save") == ["step 1", "step 2"]
 
 
-CLOSES = ["close loader", "close profiler"]
-ENDS = ["account of 0", "close recorder"]
+@pytest.mark.parametrize(
+    ("trouble", "error", "saves"),
+    [
+        ("", None, True),
+        ("training fails", ZeroDivisionError, True),
+        ("the last save fails", CheckpointSaveError, False),
+        ("the directory is gone", LeaseLost, True),
+        ("another owner", LeaseLost, False),  # whose checkpoints are left alone
+    ],
+)
+def test_close_of_a_run_closes_everything_in_order(run, notes, monkeypatch, trouble, error, saves):
+    parts = run.parts()
 
-
-@pytest.fixture
-def parts(run):
-    return run.parts()
-
-
-def test_close_of_a_run_closes_everything_and_returns_the_exit_code(parts, notes):
-    assert run_and_close(parts, lambda: 75) == 75
-    assert notes == [*CLOSES, "close checkpointer", *ENDS]
-
-
-def test_close_of_a_run_whose_training_failed_closes_everything(parts, notes):
-    with pytest.raises(ZeroDivisionError):
-        run_and_close(parts, lambda: 1 / 0)
-    assert notes == [*CLOSES, "close checkpointer", *ENDS]
-
-
-def test_close_of_a_run_whose_last_save_failed_still_closes_the_recorder(parts, notes, monkeypatch):
-    def fail():
+    def fail_to_save():
         raise CheckpointSaveError("the disk is full")
 
-    monkeypatch.setattr(parts.checkpointer, "close", fail)
-    with pytest.raises(CheckpointSaveError):
-        run_and_close(parts, lambda: DONE)
-    assert notes == [*CLOSES, *ENDS]
-
-
-def test_close_of_a_run_whose_directory_is_gone_is_no_success(parts, notes):
-    parts.supervision.lease.is_gone = True
-    with pytest.raises(LeaseLost):
-        run_and_close(parts, lambda: DONE)
-    assert notes[-1] == "close recorder"
-
-
-def test_close_of_a_run_with_another_owner_leaves_its_checkpoints_alone(parts, notes):
-    parts.supervision.lease.is_lost = True
-    with pytest.raises(LeaseLost):
-        run_and_close(parts, lambda: DONE)
-    assert notes == [*CLOSES, *ENDS]
+    if trouble == "the last save fails":
+        monkeypatch.setattr(parts.checkpointer, "close", fail_to_save)
+    parts.supervision.lease.is_gone = trouble == "the directory is gone"
+    parts.supervision.lease.is_lost = trouble == "another owner"
+    with pytest.raises(error) if error else nullcontext():
+        assert run_and_close(parts, lambda: 75 // (trouble != "training fails")) == 75
+    saved = ["close checkpointer"] if saves else []
+    ends = ["account of 0", "close recorder"]
+    assert notes == ["close loader", "close profiler", *saved, *ends]
 
 
 def test_dispatch_that_takes_the_whole_step_counts_for_its_own_step(run, monkeypatch):
