@@ -108,14 +108,12 @@ def differences(
             lines.append(f"{name}: {ours} in this run, not in the checkpoint")
             continue
         theirs = saved[name]
-        same_dtype = ours.dtype == theirs.dtype or (any_float and _are_floats(ours, theirs))
+        dtypes = {ours.dtype, theirs.dtype}
+        are_floats = all(jax.dtypes.issubdtype(np.dtype(dtype), np.floating) for dtype in dtypes)
+        same_dtype = len(dtypes) == 1 or (any_float and are_floats)
         if ours.shape != theirs.shape or not same_dtype:
             lines.append(f"{name}: {theirs} in the checkpoint, {ours} in this run")
     return lines
-
-
-def _are_floats(*leaves: Leaf) -> bool:
-    return all(jax.dtypes.issubdtype(np.dtype(leaf.dtype), np.floating) for leaf in leaves)
 
 
 def nbytes(leaf: Leaf) -> int:
@@ -151,7 +149,8 @@ def load(
 
     in_flight = 0
     for name, sharding in shardings.items():
-        store = _open(step_directory / ITEM, name, context)
+        spec = array_spec(step_directory / ITEM, name)
+        store = ts.open(spec, open=True, read=True, context=context).result()
         _check(name, store, leaves[name])
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if sharding is None and (size := nbytes(leaves[name])) > memory:
@@ -170,13 +169,6 @@ def array_spec(database: Path, name: str) -> dict[str, object]:
     """Return TensorStore's specification of an array in a database."""
     base = files_in(database)
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-
-
-def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
-    import tensorstore as ts
-
-    spec = array_spec(database, name)
-    return ts.open(spec, open=True, read=True, context=context).result()
 
 
 def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:

@@ -72,45 +72,6 @@ class Record:
         content = json.loads(json.dumps(content, allow_nan=False))
         return {**content, "checksum": _checksum(content)}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Record":
-        """Return the record that `to_json` was called on.
-
-        Raises:
-          CheckpointDamaged: the checksum does not match, or the contents are not those of a record.
-          CheckpointUnreadable: it was written in a format that this version does not know.
-        """
-        content = dict(data)
-        if content.pop("checksum", None) != _checksum(content):
-            raise CheckpointDamaged("checksum of the record does not match")
-        if content.get("format") != FORMAT:
-            raise CheckpointUnreadable(
-                f"checkpoint format {content.get('format')} is not known to this version "
-                f"(knows {FORMAT}); read it with the version of maxpipe that wrote it, "
-                "or a newer one"
-            )
-        try:
-            parts = {name: content.get(name) for name in ("step", "meta", "leaves")}
-            record = shaped(parts, cls)
-        except Damaged as error:
-            raise CheckpointDamaged(f"record has not the form of one: {error}") from error
-        if problem := record._problem():
-            raise CheckpointDamaged(f"record has not the form of one: {problem}")
-        return record
-
-    def _problem(self) -> str:
-        """Return what in the record no save would have written; "" if there is nothing."""
-        if not isinstance(self.meta.get("config", {}), dict):
-            return "config is not an object"
-        if not isinstance(self.meta.get("eval_loss"), int | float | None):
-            return "eval_loss is not a number"
-        if ITERATOR not in self.leaves:
-            return "there is no data position"
-        for name, leaf in self.leaves.items():
-            if min(leaf.shape, default=0) < 0 or leaf.dtype not in DTYPES:
-                return f"{name} is {leaf}"
-        return ""
-
 
 def record_file(step_directory: Path) -> Path:
     """Return the path of the record of a committed step."""
@@ -131,22 +92,52 @@ def step_record(step_directory: Path) -> Record:
     except Damaged as error:
         kind = CheckpointUnreadable if errno_of(error) in PASSING_ERRNOS else CheckpointDamaged
         raise kind(f"record cannot be read: {error}") from error
-    return _checked(content, step_directory.name.partition(".")[0])
+    return _from_json(content, step_directory.name.partition(".")[0])
 
 
 def parse_step_record(data: bytes, step: str) -> Record:
     """Return the record of a step from the bytes of its file; raises as `step_record`."""
     try:
-        return _checked(parse_record(data, dict[str, Any]), step)
+        return _from_json(parse_record(data, dict[str, Any]), step)
     except Damaged as error:
         raise CheckpointDamaged(f"record cannot be read: {error}") from error
 
 
-def _checked(content: Mapping[str, Any], step: str) -> Record:
-    record = Record.from_json(content)
+def _from_json(data: Mapping[str, Any], step: str) -> Record:
+    """Return the record of a step that `to_json` was called on; raises as `step_record`."""
+    content = dict(data)
+    if content.pop("checksum", None) != _checksum(content):
+        raise CheckpointDamaged("checksum of the record does not match")
+    if content.get("format") != FORMAT:
+        raise CheckpointUnreadable(
+            f"checkpoint format {content.get('format')} is not known to this version "
+            f"(knows {FORMAT}); read it with the version of maxpipe that wrote it, or a newer one"
+        )
+    try:
+        parts = {name: content.get(name) for name in ("step", "meta", "leaves")}
+        record = shaped(parts, Record)
+        problem = _problem(record)
+    except Damaged as error:
+        problem = str(error)
+    if problem:
+        raise CheckpointDamaged(f"record has not the form of one: {problem}")
     if str(record.step) != step:
         raise CheckpointDamaged(f"record says step {record.step}")
     return record
+
+
+def _problem(record: Record) -> str:
+    """Return what in a record no save would have written; "" if there is nothing."""
+    if not isinstance(record.meta.get("config", {}), dict):
+        return "config is not an object"
+    if not isinstance(record.meta.get("eval_loss"), int | float | None):
+        return "eval_loss is not a number"
+    if ITERATOR not in record.leaves:
+        return "there is no data position"
+    for name, leaf in record.leaves.items():
+        if min(leaf.shape, default=0) < 0 or leaf.dtype not in DTYPES:
+            return f"{name} is {leaf}"
+    return ""
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

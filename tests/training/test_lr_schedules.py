@@ -41,23 +41,23 @@ def test_lr_schedule_after_warm_up_has_the_closed_form_values():
         assert {step: rate(name, step) for step in values} == pytest.approx(values, rel=1e-5), name
 
 
-def test_wsd_with_fractions_decays_over_the_rest():
-    assert rate("wsd", 60, stable_fraction=0.5) == pytest.approx(2)
-    assert rate("wsd", 85, stable_fraction=0.5, final_fraction=0.0) == pytest.approx(1)
-    # Only a stable phase, then none.
-    assert rate("wsd", 109, stable_fraction=1.0) == pytest.approx(2)
-    assert rate("wsd", 60, stable_fraction=0.0) == pytest.approx(1.1)
-
-
-def test_inverse_sqrt_never_falls_below_the_final_fraction():
-    assert rate("inverse_sqrt", 90, final_fraction=0.5) == pytest.approx(1)
-    assert rate("inverse_sqrt", 3, warmup_steps=0) == pytest.approx(1)
-
-
-def test_linear_without_warm_up_or_with_one_as_long_as_the_decay_is_finite():
-    assert rate("linear", 0, warmup_steps=0) == pytest.approx(2)
-    assert rate("linear", 110, warmup_steps=110) == pytest.approx(2)
-    assert rate("linear", 111, warmup_steps=110) == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("name", "step", "values", "expected"),
+    [
+        ("wsd", 60, {"stable_fraction": 0.5}, 2),
+        ("wsd", 85, {"stable_fraction": 0.5, "final_fraction": 0.0}, 1),
+        # Only a stable phase, then none.
+        ("wsd", 109, {"stable_fraction": 1.0}, 2),
+        ("wsd", 60, {"stable_fraction": 0.0}, 1.1),
+        ("inverse_sqrt", 90, {"final_fraction": 0.5}, 1),
+        ("inverse_sqrt", 3, {"warmup_steps": 0}, 1),
+        ("linear", 0, {"warmup_steps": 0}, 2),
+        ("linear", 110, {"warmup_steps": 110}, 2),
+        ("linear", 111, {"warmup_steps": 110}, 0.2),
+    ],
+)
+def test_lr_schedule_with_fractions_or_without_warm_up(name, step, values, expected):
+    assert rate(name, step, **values) == pytest.approx(expected)
 
 
 def test_learning_rate_of_a_traced_step_equals_the_concrete_one():
