@@ -134,7 +134,6 @@ def read_arrays(
 
     def read() -> dict[str, Array]:
         try:
-            _check_files(directory)
             return dict(load(directory, leaves, shardings))
         except READ_ERRORS as error:
             kind = CheckpointUnreadable if _is_local(error) else CheckpointDamaged
@@ -176,13 +175,6 @@ def _read_record_everywhere(directory: Path) -> Record:
     if not agree(of_first_process(own) == own):
         raise CheckpointDamaged("the processes have records of different arrays")
     return record
-
-
-def _check_files(directory: Path) -> None:
-    """Raise ValueError for a file that may never end or never answer, such as a pipe."""
-    for path in directory.rglob("*"):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path.relative_to(directory)} is not a regular file")
 
 
 def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:

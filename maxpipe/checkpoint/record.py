@@ -21,10 +21,6 @@ from maxpipe.storage.records import Damaged, parse_record, read_record, shaped
 FORMAT = 1
 ITEM = "meta"  # name of the record's directory within a step's directory
 FILE = "metadata"
-# NumPy names of all dtypes that a state may have.
-DTYPES = frozenset(("bool", "bfloat16", "float16", "float32", "float64")) | frozenset(
-    f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)
-)
 ITERATOR = "iterator"  # name of the data position among the leaves, next to the state's own
 PARAMS = "params"  # the part of a state that holds the model
 
@@ -116,28 +112,11 @@ def _from_json(data: Mapping[str, Any], step: str) -> Record:
     try:
         parts = {name: content.get(name) for name in ("step", "meta", "leaves")}
         record = shaped(parts, Record)
-        problem = _problem(record)
     except Damaged as error:
-        problem = str(error)
-    if problem:
-        raise CheckpointDamaged(f"record has not the form of one: {problem}")
+        raise CheckpointDamaged(f"record has not the form of one: {error}") from error
     if str(record.step) != step:
         raise CheckpointDamaged(f"record says step {record.step}")
     return record
-
-
-def _problem(record: Record) -> str:
-    """Return what in a record no save would have written; "" if there is nothing."""
-    if not isinstance(record.meta.get("config", {}), dict):
-        return "config is not an object"
-    if not isinstance(record.meta.get("eval_loss"), int | float | None):
-        return "eval_loss is not a number"
-    if ITERATOR not in record.leaves:
-        return "there is no data position"
-    for name, leaf in record.leaves.items():
-        if min(leaf.shape, default=0) < 0 or leaf.dtype not in DTYPES:
-            return f"{name} is {leaf}"
-    return ""
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -141,19 +141,10 @@ def step_path(directory: Path, step: int) -> Path:
 def remove_step(path: Path) -> None:
     """Remove a step's directory in such a way that no reader takes a part of it for the whole."""
     removed = path.with_name(f"{path.name}.removed")
-    _remove(removed)
+    shutil.rmtree(removed, ignore_errors=True)
     with suppress(OSError):
         path.rename(removed)
-    _remove(removed)
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory, or what is in its place; `rmtree` would wait for a pipe's writer."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def committed_steps(directory: Path) -> list[int]:

@@ -1,7 +1,5 @@
 """Steps of a run in a directory, and how they are set aside."""
 
-import os
-
 import pytest
 
 from maxpipe.checkpoint.run_argument import open_steps
@@ -10,7 +8,6 @@ from maxpipe.checkpoint.steps import (
     DAMAGED,
     StepsDirectory,
     committed_steps,
-    remove_step,
 )
 
 NAMES = {
@@ -37,13 +34,6 @@ def test_entries_state_follows_name_and_order_follows_step(store):
         *NAMES.items()
     ]
     assert store.steps() == committed_steps(store.path) == [0, 9, 10]
-
-
-def test_remove_step_does_not_wait_for_a_pipe(tmp_path):
-    for name in ["10", "10.removed"]:
-        os.mkfifo(tmp_path / name)
-        remove_step(tmp_path / "10")
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_set_aside_takes_first_free_name(store):
