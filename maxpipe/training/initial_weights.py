@@ -173,7 +173,6 @@ class RunWeights:
         self.num_elements = sum(math.prod(leaf.shape) for leaf in leaves.values())
 
     def describe(self) -> list[str]:
-        """Return a line about what is read."""
         size = f"{format_bytes(self.num_bytes)} in {len(self._reader.leaves)} arrays"
         return [f"{KEY}   {self._directory}: {size}, the optimizer starts at zero"]
 
@@ -183,16 +182,7 @@ class RunWeights:
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = lambda share: None,
     ) -> jax.Array:
-        """Return a parameter in its layout on disk, [stacked_layers, ...] for a layer parameter.
-
-        Args:
-          path: keys that lead to the parameter.
-          like: shape, dtype and sharding of the result.
-          advance: called once, at the end, with the share that has been read: 1.
-
-        Raises:
-          ConfigError: a file is damaged, or cannot be read.
-        """
+        """Return a parameter as `InitialWeights` says; ConfigError if a file cannot be read."""
         try:
             array = self._reader.read(".".join((PARAMS, *path)), like.sharding)
         except (CheckpointDamaged, CheckpointUnreadable) as error:

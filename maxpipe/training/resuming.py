@@ -19,7 +19,7 @@ from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config, OptimizerConfig
 from maxpipe.config.terminal import Note
 from maxpipe.data.chat_template import trained_template
-from maxpipe.data.fingerprint import APPENDED, CHANGED, FRAMED, DataChange, DataFingerprint
+from maxpipe.data.fingerprint import CHANGED, DataChange, DataFingerprint
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.devices import processes
 from maxpipe.training.batches import BatchPlacer
@@ -228,17 +228,7 @@ def _data_changes(fingerprint: DataFingerprint, saved: Any) -> list[DataChange]:
 
 
 def _refusal(change: DataChange, place: str) -> str:
-    consequence = "documents would be counted, held out and ordered differently"
-    if change.kind == APPENDED:
-        consequence = (
-            "held-out documents stay held out, but with data.shuffle documents of this epoch "
-            "come again or are left out"
-        )
-    if change.kind == FRAMED:
-        consequence = "documents would begin or end differently"
-    elif change.key == "data.tokenizer":
-        consequence = "the same token ids would mean other text"
     return (
         f"is not what the checkpoints in {place} were made with, {change.kind}: {change.text}; "
-        f"{consequence}. {ACCEPT}=[{group_of(change.key)}] continues with the change"
+        f"{ACCEPT}=[{group_of(change.key)}] continues with the change"
     )

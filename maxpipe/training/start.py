@@ -90,15 +90,11 @@ from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
 
 
-def ignore_start(session: Session) -> None:
-    """Ignore the start of a run."""
-
-
 def launch(
     loaded: Loaded,
     supervision: Supervision,
     build_trainer: BuildTrainer,
-    on_start: Callable[[Session], None] = ignore_start,
+    on_start: Callable[[Session], None] = lambda session: None,
 ) -> int:
     """Start JAX, fit the configuration to the devices, and train: the one way to start a run.
 
