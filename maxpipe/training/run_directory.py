@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -13,8 +13,7 @@ import yaml
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.record import Record, step_record
-from maxpipe.checkpoint.steps import committed_steps, step_path
+from maxpipe.checkpoint.steps import CHECKPOINTS, StepsDirectory, StepStore
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
 from maxpipe.config.sections import DataConfig
@@ -51,7 +50,8 @@ class RunDirectory:
         self._mirror = mirror
         self._derived = derived
         self.root = Path(config.output_dir) / config.run_name
-        self.checkpoints = self.root / "checkpoints"
+        self.checkpoints = self.root / CHECKPOINTS
+        self._steps = StepsDirectory(self.checkpoints)
         self.config_file = self.root / "config.yml"
         self.tokenizer = self.root / TOKENIZER
         self.origin = self.root / ORIGIN
@@ -80,7 +80,7 @@ class RunDirectory:
                 f"{self._mirror.url} holds {', '.join(foreign)}, which another program has written"
             )
             raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
-        steps = committed_steps(self.checkpoints)
+        steps = self._steps.steps()
         if (resume := self.config.checkpoint.resume).isdecimal():
             steps = [step for step in steps if step == int(resume)]
         places = [(str(self.checkpoints), self._recorded(steps))] if steps else []
@@ -123,7 +123,7 @@ class RunDirectory:
 
     def chat_date(self) -> str:
         """Return the date that the chat template of the run's earlier starts wrote; "" if none."""
-        places = [self._recorded(committed_steps(self.checkpoints))]
+        places = [self._recorded(self._steps.steps())]
         if self._mirror is not None:
             places.append(self._mirrored(self._mirror))
         sections = (meta["config"].get("data") or {} for meta in chain.from_iterable(places))
@@ -197,7 +197,7 @@ class RunDirectory:
 
         `config.yml` is from the last start, which may have stopped before its first checkpoint.
         """
-        yield from _metas(steps, lambda step: step_record(step_path(self.checkpoints, step)))
+        yield from _metas(self._steps, steps)
         try:
             written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -208,7 +208,7 @@ class RunDirectory:
     def _mirrored(self, mirror: Mirror) -> Iterator[Meta]:
         """Yield the metadata of readable checkpoints in the mirror, newest first."""
         with explained(mirror.url, MIRROR):
-            yield from _metas(mirror.steps(), mirror.record)
+            yield from _metas(mirror, mirror.steps())
 
 
 @contextmanager
@@ -220,11 +220,11 @@ def _explained(action: str) -> Iterator[None]:
         raise ConfigError(Problem("output_dir", message)) from error
 
 
-def _metas(steps: Sequence[int], record_of: Callable[[int], Record]) -> Iterator[Meta]:
+def _metas(store: StepStore, steps: Sequence[int]) -> Iterator[Meta]:
     """Yield the metadata of readable records with a configuration, newest first."""
     for step in reversed(steps):
         with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
-            meta = record_of(step).meta
+            meta = store.record(step).meta
             if isinstance(meta["config"], Mapping):
                 yield meta
 

@@ -210,9 +210,9 @@ def _over_stages(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShardi
     entries = [
         entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in sharding.spec
     ]
-    for i in range(1, len(shape)):
+    for i in range(1, len(shape) if sizes["stage"] > 1 else 0):
         if shape[i] % (sizes["stage"] * math.prod(sizes[axis] for axis in entries[i])) == 0:
-            entries[i] = (*entries[i], "stage") if sizes["stage"] > 1 else entries[i]
+            entries[i] = (*entries[i], "stage")
             break
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
