@@ -260,12 +260,6 @@ class TestBadInput:
         assert "8 devices" in error
         assert error.count("mesh.ici.fsdp=") == 3
 
-    def test_train_with_several_problems_reports_all(self, refused):
-        error = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
-        for key in ("steps", "model.mlp_dims", "optimizer.schedule"):
-            assert f"config error: {key}" in error
-        assert "3 problems" in error
-
 
 def test_train_on_random_ids_of_a_small_vocabulary_evaluates_and_goes_on(tmp_path, capsys):
     options = {"steps": 2, "eval": "{every: 2, batches: 1}"}

@@ -25,12 +25,6 @@ def test_placed_sequences_may_be_split():
     np.testing.assert_array_equal(placed, batch["tokens"])
 
 
-def test_placing_is_allowed_under_a_transfer_guard():
-    place = BatchPlacer(make_mesh(tiny(**AXES)), P("data", None), 8)
-    with jax.transfer_guard("disallow"):
-        place(make_batch(8))
-
-
 def test_all_rows_of_one_process_is_its_own_state():
     state = np.arange(24, dtype=np.int64).reshape(8, 3) + 2**40
     assert all_rows(state, range(8), 8) is state

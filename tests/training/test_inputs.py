@@ -12,7 +12,6 @@ from helpers.runs import last_words, write_config
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS
-from maxpipe.training import inputs
 from maxpipe.training.inputs import check_inputs
 
 
@@ -137,12 +136,3 @@ def test_commands_name_what_is_missing_without_jax(tmp_path):
         assert "config error: " in said, line
         assert text in said
         assert said.endswith("1 problem found\n")
-
-
-def test_weights_that_may_not_be_read_are_a_config_error(monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(inputs, "find_item", refuse)
-    with pytest.raises(ConfigError, match=r"init_from: cannot read /locked: .*Permission denied"):
-        inputs._find_weights(replace(Config(), init_from="maxtext:/locked"))

@@ -158,29 +158,3 @@ def test_statistics_of_rows_and_columns_lie_with_their_layers_and_round_trip():
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
-
-
-def test_muon_state_on_disk_is_the_same_of_every_engine():
-    """Also of layers outside the pipeline and of first dense layers, which lie as the embedding."""
-    model = {
-        "model.num_layers": 7,
-        "model.first_dense_layers": 1,
-        "model.moe.experts": 4,
-        "optimizer.name": "muon",
-        "data.global_batch_size": 16,
-    }
-    stages = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 4}
-    engines = [
-        {"pipeline.engine": "sequential"},
-        {**stages, "pipeline.schedule": "lockstep_1f1b", "pipeline.parallel_layers": 4},
-        {**stages, "pipeline.schedule": "circular", "pipeline.parallel_layers": 4},
-        {**stages, "pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [4, 2]},
-    ]
-    found = []
-    for engine in engines:
-        config = tiny(**model, **engine)
-        state = build_trainer(config, make_mesh(config)).abstract_canonical()
-        leaves = named_leaves(state.opt_state)
-        found.append({name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()})
-    assert [tree == found[0] for tree in found] == [True] * 4
-    assert "embed.first.0.attention.query.0.ns_coeffs" in found[0]  # Muon's, not AdamW's
