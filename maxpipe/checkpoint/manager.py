@@ -24,13 +24,13 @@ from maxpipe.checkpoint.errors import (
     errno_of,
 )
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
 from maxpipe.checkpoint.reader import Restored, read_step
 from maxpipe.checkpoint.record import ITERATOR, Record, step_record
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
+from maxpipe.checkpoint.sync import MirrorSync
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices import processes
 
