@@ -33,11 +33,11 @@ from maxpipe.train import main
 
 save = Checkpointer.save
 
-def save_to_small_files(self, step, *words):
+def save_to_small_files(self, step, *words, **options):
     if step == 2:
         self.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (32_000, 32_000))
-    return save(self, step, *words)
+    return save(self, step, *words, **options)
 
 Checkpointer.save = save_to_small_files
 run_command(main)
