@@ -151,7 +151,9 @@ def load(
     for name, sharding in shardings.items():
         spec = array_spec(step_directory / ITEM, name)
         store = ts.open(spec, open=True, read=True, context=context).result()
-        _check(name, store, leaves[name])
+        actual = Leaf(tuple(store.shape), store.dtype.name, leaves[name].digest)
+        if actual != leaves[name]:  # found before memory is allocated for it
+            raise ValueError(f"{name} is {actual}, not {leaves[name]}")
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if sharding is None and (size := nbytes(leaves[name])) > memory:
             message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
@@ -169,13 +171,6 @@ def array_spec(database: Path, name: str) -> dict[str, object]:
     """Return TensorStore's specification of an array in a database."""
     base = files_in(database)
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-
-
-def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
-    """Raise ValueError if an array is not the expected one, before memory is allocated for it."""
-    actual = Leaf(tuple(store.shape), store.dtype.name, leaf.digest)
-    if actual != leaf:
-        raise ValueError(f"{name} is {actual}, not {leaf}")
 
 
 def _start(

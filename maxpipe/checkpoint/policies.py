@@ -35,7 +35,11 @@ class SaveTimer:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step; every process calls this after every step."""
-        is_late = bool(self._interval) and self._is_interval_over()
+        is_late = False
+        if self._interval:
+            # Processes have different clocks and ask at different times, so process 0 decides.
+            is_over = self._clock() - self._last_save >= self._interval
+            is_late = bool(of_first_process(int(is_over)))
         return is_late or (self._every > 0 and step % self._every == 0)
 
     def began(self) -> None:
@@ -58,11 +62,6 @@ class SaveTimer:
             "a preempted run would be killed before its last save is done. "
             "Save to faster storage, or save more often to lose less"
         )
-
-    def _is_interval_over(self) -> bool:
-        # Processes have different clocks and ask at different times, so process 0 decides.
-        is_over = self._clock() - self._last_save >= self._interval
-        return bool(of_first_process(int(is_over)))
 
 
 class Retention:

@@ -125,7 +125,11 @@ def check_continuity(
         return changed
     data = _data_changes(fingerprint, saved)
     problems = [
-        Problem(change.key, _refusal(change, place))
+        Problem(
+            change.key,
+            f"is not what the checkpoints in {place} were made with, {change.kind}: {change.text}; "
+            f"{ACCEPT}=[{group_of(change.key)}] continues with the change",
+        )
         for change in data
         if not is_allowed(directory.config, change.key)
     ]
@@ -225,10 +229,3 @@ def _data_changes(fingerprint: DataFingerprint, saved: Any) -> list[DataChange]:
     except (TypeError, KeyError, AttributeError, ValueError):
         text = "the fingerprint of the checkpoint has another form; its data cannot be compared"
         return [DataChange(fingerprint.key, CHANGED, text)]
-
-
-def _refusal(change: DataChange, place: str) -> str:
-    return (
-        f"is not what the checkpoints in {place} were made with, {change.kind}: {change.text}; "
-        f"{ACCEPT}=[{group_of(change.key)}] continues with the change"
-    )
