@@ -40,8 +40,8 @@ class ParameterReader:
         for directory in directories:
             with naming_step(directory.name.partition(".")[0], len(directories)):
                 self.record = step_record(directory)
-            leaves = self.record.leaves.items()
-            parameters = {name: leaf for name, leaf in leaves if name.startswith(f"{PARAMS}.")}
+            recorded = self.record.leaves.items()
+            parameters = {name: leaf for name, leaf in recorded if name.startswith(f"{PARAMS}.")}
             self._sources.append((directory, parameters))
             self.steps.append(self.record.step)
         self.leaves = self._sources[-1][1]
