@@ -132,6 +132,7 @@ def test_continuity_refuses_another_tokenizer_under_the_same_name(config, check,
     file.write_text("one")
     config = replace(config, **{"data.tokenizer": str(file)})
     meta = {"config": asdict(config), "fingerprint": fingerprint_data(config).to_json()}
+    meta = json.loads(json.dumps(meta))
     file.write_text("two")
     with pytest.raises(ConfigError, match=r"accept_changes=\[tokenizer\]"):
         check(config, meta)
