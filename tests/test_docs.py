@@ -45,6 +45,8 @@ from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervise.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 OPERATIONS = PAGES["docs/operations.md"]
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
@@ -58,7 +60,13 @@ SMALL = [
     "mesh.ici.fsdp=4",
 ]
 # Quicker to compile than stages.
-ONE_STAGE = [*SMALL[:-2], "mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=8"]
+ONE_STAGE = [
+    *(word for word in SMALL if not word.startswith(("eval.", "mesh."))),
+    "eval.every=0",
+    "mesh.simulated_devices=0",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=8",
+]
 # Runs that other commands read: the command that makes each, and what makes it small.
 RUNS = {
     "runs/mine": [
@@ -117,7 +125,7 @@ OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, compiled_once):
     """Yield a directory with the repository's files, in which the first run has been made."""
     directory = tmp_path_factory.mktemp("docs")
     lay_out(directory)
@@ -185,6 +193,8 @@ def run(words, place):
         return 0
     if script:
         return exit_code(run_script, [script, *SCRIPTS[script]])
+    if words[:3] == ["python", "-m", "maxpipe.supervise"] and "--" in words:
+        words = words[words.index("--") + 1 :]  # what it would start
     if words[:2] == ["python", "-m"]:
         return exit_code(run_module, words[2], words[3:])
     if words[0] == "python":
@@ -193,8 +203,6 @@ def run(words, place):
 
 
 def run_module(module, words):
-    if module == "maxpipe.supervise" and "--" in words:
-        words = [sys.executable if w == "python" else w for w in [*words, "--print-config"]]
     more = MORE_WORDS.get(f"{module} {words[0]}", MORE_WORDS.get(module, []))
     if module in CONFIGURATION_ONLY and not {"--help", "--print-config"} & {*words}:
         more = ["--print-config"]
@@ -220,7 +228,7 @@ def test_inline_code_has_commands_and_fragments_and_names_are_none():
 
 def test_scripts_of_the_python_page_train(place, capsys):
     for script in ("begin.py", "rates.py"):
-        run_script([script, *ONE_STAGE, "eval.every=0"])
+        run_script([script, *ONE_STAGE])
     printed = capsys.readouterr().out
     assert re.search(r"^2 \d\.\d+$", printed, re.MULTILINE)
     assert "(1, 3, 320)\n" in printed

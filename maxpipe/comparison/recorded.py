@@ -15,9 +15,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.printing import DERIVED
 from maxpipe.config.values import is_finite
-from maxpipe.storage.records import Damaged, parse_record
 from maxpipe.telemetry.recorder import METRICS
-from maxpipe.telemetry.writers import CHANGED
+from maxpipe.telemetry.writers import CHANGED, parse_row
 
 CONFIG, HISTORY = "config.yml", "config_history"
 DEPTH = 3  # how far below a directory its runs are looked for
@@ -216,13 +215,7 @@ def metrics_rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
         return
     try:
         with file.open("rb") as lines:
-            for line in lines:
-                try:
-                    row = parse_record(line, dict[str, object])
-                except Damaged:
-                    continue
-                if type(step := row.get("step")) is int:
-                    yield step, row
+            yield from filter(None, map(parse_row, lines))
     except OSError as error:
         _warn(file, error)
 

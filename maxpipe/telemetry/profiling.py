@@ -11,10 +11,7 @@ from maxpipe.telemetry.console import format_seconds
 from maxpipe.telemetry.sink import REQUIRED, TelemetryError
 
 PHASES = ("init", "restore", "compile", "data", "step", "checkpoint", "evaluation")
-DOWNTIME = (
-    "detection",
-    "restart",
-)  # causes, known to a process that a supervisor has started again
+DOWNTIME = ("detection", "restart")  # what a process knows that a supervisor has started again
 SHORT_SECONDS = 600.0  # the share of steps of a shorter process says nothing yet
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA or the compilation cache
 

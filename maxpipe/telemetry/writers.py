@@ -60,7 +60,7 @@ class MetricsFile:
             raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self._path, self._last_step = path, last_step
         self._unsaved = unsaved_rows(path)
-        given_up = sum(row[1] for row in map(_parse, _lines(self._unsaved)) if row)
+        given_up = sum(_seconds(row[1]) for row in map(parse_row, _lines(self._unsaved)) if row)
         self._unsaved.unlink(missing_ok=True)
         self._is_apart = keeps_later  # rows of this start are in a file of their own
         self._is_given_up = False
@@ -126,39 +126,40 @@ def _drop_after(path: Path, last_step: int, added: Path | None = None) -> float:
     kept = []
     lost_seconds = 0.0
     for line in _lines(path):
-        row = _parse(line)
-        if row is None:
+        if (parsed := parse_row(line)) is None:
             continue
-        step, seconds, is_change = row
+        step, row = parsed
         # A start from the same step writes its changes again.
-        if step < last_step or (step == last_step and not is_change):
+        if step < last_step or (step == last_step and CHANGED not in row):
             kept.append(line)
         else:
-            lost_seconds += seconds
+            lost_seconds += _seconds(row)
     if added is not None:
-        kept += [line for line in _lines(added) if _parse(line) is not None]
+        kept += [line for line in _lines(added) if parse_row(line)]
     if kept or path.exists():
         write_atomically(path, kept)
     return lost_seconds
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    """Return the whole lines of a file, with their ends."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
 
 
-def _parse(line: bytes) -> tuple[int, float, bool] | None:
-    """Return a row's step, its step time (0 if it has none) and whether it is about a change.
-
-    None if the line is not a row.
-    """
+def parse_row(line: bytes) -> tuple[int, dict[str, object]] | None:
+    """Return a row and its step; None if the line is not a row."""
     try:
         row = parse_record(line, dict[str, object])
     except Damaged:
         return None
-    step, seconds = row.get("step"), row.get("step_seconds")
-    if not (line.endswith(b"\n") and isinstance(step, int)):
-        return None
-    return step, seconds if isinstance(seconds, float) else 0.0, CHANGED in row
+    step = row.get("step")
+    return (step, row) if type(step) is int else None
+
+
+def _seconds(row: Mapping[str, object]) -> float:
+    seconds = row.get("step_seconds")
+    return seconds if isinstance(seconds, float) else 0.0
 
 
 @contextmanager

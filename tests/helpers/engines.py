@@ -33,7 +33,7 @@ from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.mpmd.runner import Observer
 from maxpipe.pipeline.weights import Weights
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.mpmd_trainer import MpmdTrainer
+from maxpipe.training.mpmd_trainer import MpmdState, MpmdTrainer
 
 SEQUENCE_LENGTH = 8
 VOCAB_SIZE = 64
@@ -213,6 +213,18 @@ class EngineUnderTest:
         return {name: jax.device_put(jnp.asarray(x), target) for name, x in batch.items()}
 
 
+def mpmd_state(trainer: MpmdTrainer, config: Config) -> MpmdState:
+    """Return a state of canonical parameters, as each process reads them from a checkpoint."""
+    shapes = trainer.abstract_canonical()
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    state = dataclasses.replace(state, params=canonical_params(ModelProgram(config.model)))
+
+    def place(x: np.ndarray, to: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_callback(to.shape, to.sharding, lambda index: x[index])
+
+    return trainer.from_canonical(jax.tree.map(place, state, shapes))
+
+
 class MpmdUnderTest:
     """The mpmd engine of a trainer, with the same parameters and batches."""
 
@@ -221,11 +233,7 @@ class MpmdUnderTest:
         trainer = build_trainer(config, self.mesh)
         assert isinstance(trainer, MpmdTrainer)
         self.trainer, self.engine = trainer, trainer.engine
-        shapes = trainer.abstract_canonical()
-        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        state = dataclasses.replace(state, params=canonical_params(ModelProgram(config.model)))
-        placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, shapes)
-        self.state = trainer.from_canonical(placed)
+        self.state = mpmd_state(trainer, config)
 
     def train(
         self, batch: dict[str, np.ndarray], key: int = 0, observe: Observer | None = None

@@ -14,14 +14,10 @@ import tokenizers
 
 from helpers.engines import canonical_params
 from helpers.hf_models import recorded, weights
+from helpers.hf_parameters import family_of
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, load, replace, resolve
 from maxpipe.config.from_hf import read_shape
-from maxpipe.hf.families.deepseek import DeepseekV3, Glm4Moe
-from maxpipe.hf.families.experts import Mixtral
-from maxpipe.hf.families.gemma import Gemma3
-from maxpipe.hf.families.llama import Qwen2, Qwen3
-from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
@@ -30,15 +26,6 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.training.run_directory import RunDirectory
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
-FAMILIES = {
-    "deepseek_v3": DeepseekV3,
-    "gemma3": Gemma3,
-    "glm4_moe": Glm4Moe,
-    "mixtral": Mixtral,
-    "phi3": Phi3,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-}
 
 
 def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -97,7 +84,7 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     words = [f"model.from_hf={path}", "mesh.ici.stage=1", "mesh.ici.fsdp=4"]
     model = resolve(load("base", words), 4).model
-    shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.stacked_layers)
+    shapes = tensor_names(tensor_rules(family_of(name), ModelProgram(model)), model.stacked_layers)
     drawn = weights(shapes, is_gemma=name == "gemma3")
     tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in drawn.items()}
     for x in tensors.values():

@@ -17,8 +17,8 @@ import numpy as np
 from helpers.engines import (
     Result,
     assert_same,
-    canonical_params,
     make_batch,
+    mpmd_state,
     reference,
     result_of,
     tiny,
@@ -28,10 +28,9 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.start import start_jax
-from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.mpmd_trainer import MpmdState, MpmdTrainer
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 Values = dict[str, Any]
 PROGRAM = f"""
@@ -104,7 +103,7 @@ def _run_case(directory: Path, case: int, config: Config) -> None:
     mesh = build_mesh(config)
     trainer = build_trainer(config, mesh)
     assert isinstance(trainer, MpmdTrainer)
-    state = _state(trainer, config)
+    state = mpmd_state(trainer, config)
     batch = make_batch(config.data.global_batch_size)
     placed = BatchPlacer(mesh, trainer.batch_spec, len(batch["tokens"]))
     local = {name: x[placed.rows] for name, x in batch.items()}
@@ -124,22 +123,6 @@ def _run_case(directory: Path, case: int, config: Config) -> None:
     compiled = [str(name) for name, unit in programs.items() if unit.run._cache_size()]
     file = directory / f"case{case}-{jax.process_index()}.pickle"
     file.write_bytes(pickle.dumps((metrics, gradients, evaluated, compiled)))
-
-
-def _state(trainer: MpmdTrainer, config: Config) -> MpmdState:
-    """Return a state with parameters from NumPy, as every process reads them from a checkpoint."""
-    shapes = trainer.abstract_canonical()
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    state = dataclasses.replace(state, params=canonical_params(ModelProgram(config.model)))
-    return trainer.from_canonical(
-        jax.tree.map(
-            lambda x, to: jax.make_array_from_callback(
-                to.shape, to.sharding, lambda index: x[index]
-            ),
-            state,
-            shapes,
-        )
-    )
 
 
 def _whole(leaf: jax.Array) -> np.ndarray:

@@ -36,15 +36,6 @@ def placed(trainer: Any, canonical: Any) -> Any:
     )
 
 
-def assert_as_described(trainer: Any, canonical: Any) -> None:
-    """Assert that a canonical state has the shapes and dtypes that the trainer tells."""
-    for leaf, described in zip(
-        jax.tree.leaves(canonical), jax.tree.leaves(trainer.abstract_canonical()), strict=True
-    ):
-        assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
-        described.sharding.shard_shape(described.shape)  # raises if it does not divide
-
-
 def run(
     trainer: Any, place: Any, state: Any, steps: Iterable[int], rows: int
 ) -> tuple[Any, list[dict[str, Any]]]:

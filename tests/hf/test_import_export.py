@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 from helpers.engines import make_mesh
-from helpers.hf_folder import FAMILIES, write_folder, write_tokenizer, write_weights
+from helpers.hf_folder import write_folder, write_tokenizer, write_weights
+from helpers.hf_parameters import family_of
 from helpers.runs import last_words
 from helpers.training_process import command
 
@@ -80,7 +81,7 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
     params = trainer.to_canonical(state).params
     stored = read_folder(LocalFolder(path))
     used = set()
-    for rule in tensor_rules(FAMILIES[name](), ModelProgram(config.model)):
+    for rule in tensor_rules(family_of(name), ModelProgram(config.model)):
         leaf = params
         for key in rule.path:
             leaf = leaf[key]
