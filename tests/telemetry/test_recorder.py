@@ -1,42 +1,24 @@
-import dataclasses
 import io
 import json
 import math
 
 import pytest
 
-from maxpipe.config.sections import Config, TelemetryConfig
+from maxpipe.config import Config, replace
 from maxpipe.telemetry.profiling import PHASES
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.sink import TelemetryError
 
 
-def recorder(
-    tmp_path,
-    *,
-    start_step=0,
-    keeps_later=False,
-    log_every=10,
-    peak_seconds=None,
-    is_main=True,
-    steps=20,
-    required=False,
-    dense_layers=0,
-    stage_processes=(),
-):
-    telemetry = TelemetryConfig(log_every=log_every, required=required)
-    model = dataclasses.replace(Config().model, first_dense_layers=dense_layers)
-    config = dataclasses.replace(Config(), steps=steps, telemetry=telemetry, model=model)
-    return Recorder(
-        config,
-        tmp_path / "run",
-        start_step=start_step,
-        keeps_later=keeps_later,
-        tokens_per_step=4096,
-        peak_seconds=peak_seconds,
-        is_main=is_main,
-        stage_processes=stage_processes,
-    )
+def recorder(tmp_path, *, steps=20, log_every=10, required=False, dense_layers=0, **options):
+    values = {
+        "steps": steps,
+        "telemetry.log_every": log_every,
+        "telemetry.required": required,
+        "model.first_dense_layers": dense_layers,
+    }
+    options = {"start_step": 0, "tokens_per_step": 4096, "peak_seconds": None} | options
+    return Recorder(replace(Config(), **values), tmp_path / "run", **options)
 
 
 def rows(tmp_path):

@@ -206,6 +206,13 @@ def test_trackers_get_all_points_in_order_and_the_first_refusal_is_said_once(
     ]
 
 
+def test_tracker_that_cannot_be_opened_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking, lines = _track(monkeypatch, lambda *_: Path("no/server").read_text())
+    tracking.close(is_done=True)
+    (line,) = lines
+    assert line.startswith("warning: telemetry.mlflow has failed: FileNotFoundError: ")
+
+
 def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     tracker = Tracker()
