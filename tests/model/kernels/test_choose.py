@@ -44,12 +44,16 @@ def test_choose_kernel_auto_with_unfit_lengths_falls_back_with_the_reason(choose
             choose("tpu", length, context, "splash")
 
 
-def test_choose_takes_other_arrays_on_tpus_in_bfloat16_unless_told():
-    check_arrays(choose_rotation, "model.rotation", "product", "slices")
-    check_arrays(choose_gating, "model.gating", "separate", "fused")
-
-
-def check_arrays(choose, key, on_tpus, elsewhere):
+@pytest.mark.parametrize(
+    ("choose_arrays", "key", "on_tpus", "elsewhere"),
+    [
+        (choose_rotation, "model.rotation", "product", "slices"),
+        (choose_gating, "model.gating", "separate", "fused"),
+    ],
+)
+def test_choose_takes_other_arrays_on_tpus_in_bfloat16_unless_told(
+    choose_arrays, key, on_tpus, elsewhere
+):
     for platform, dtype, configured, chosen, is_said in (
         ("tpu", "bfloat16", "auto", on_tpus, True),
         ("tpu", "float32", "auto", elsewhere, False),
@@ -59,7 +63,7 @@ def check_arrays(choose, key, on_tpus, elsewhere):
     ):
         lines = []
         config = tiny(**{"model.dtype": dtype, key: configured})
-        assert choose(config, platform, lines.append) == chosen
+        assert choose_arrays(config, platform, lines.append) == chosen
         assert [line.partition(":")[0] for line in lines] == [f"{key}={on_tpus}"] * is_said
 
 
@@ -103,25 +107,22 @@ def test_choose_kernel_on_gpus_says_why_cudnn_cannot_serve(choose):
             choose("gpu", kernel="cudnn", **{key: value})
 
 
-def test_choose_kernel_on_gpus_of_another_maker_leaves_cudnn(choose, monkeypatch):
-    client = gpu_client(SimpleNamespace(), "rocm 7")
-    monkeypatch.setattr("maxpipe.model.kernels.cudnn.backend.get_backend", lambda: client)
-    assert choose("gpu")[0] == "dot_product"
-    client.platform_version = "cuda 13000"
-    assert choose("gpu")[0] == "cudnn"
-
-
-def test_choose_kernel_on_gpus_before_ampere_leaves_cudnn(choose, monkeypatch):
-    for capability, name in (("7.5", "dot_product"), ("8.0", "cudnn"), ("12.0", "cudnn")):
-        client = gpu_client(SimpleNamespace(compute_capability=capability), "cuda 13000")
+def test_choose_kernel_on_gpus_of_another_maker_or_before_ampere_leaves_cudnn(choose, monkeypatch):
+    for version, capability, name in (
+        ("rocm 7", None, "dot_product"),
+        ("cuda 13000", None, "cudnn"),
+        ("cuda 13000", "7.5", "dot_product"),
+        ("cuda 13000", "8.0", "cudnn"),
+        ("cuda 13000", "12.0", "cudnn"),
+    ):
+        facts = {} if capability is None else {"compute_capability": capability}
+        devices = [SimpleNamespace(**facts)]
+        client = SimpleNamespace(
+            platform="gpu", platform_version=version, local_devices=lambda devices=devices: devices
+        )
         monkeypatch.setattr(
             "maxpipe.model.kernels.cudnn.backend.get_backend", lambda client=client: client
         )
         chosen, said = choose("gpu")
         assert chosen == name
-        assert ("compute capability 8.0 (A100), this GPU has" in said) == (name == "dot_product")
-
-
-def gpu_client(device, version):
-    """Return what JAX says of a machine with a GPU."""
-    return SimpleNamespace(platform="gpu", platform_version=version, local_devices=lambda: [device])
+        assert ("capability 8.0 (A100), this GPU has" in said) == (capability == "7.5")
