@@ -74,7 +74,6 @@ def announced_processes() -> int:
 
 
 def whole_variable(whole: Hosts) -> str:
-    """Return the value of MAXPIPE_WHOLE."""
     return json.dumps(asdict(whole))
 
 

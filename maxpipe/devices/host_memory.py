@@ -14,7 +14,6 @@ _CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Return whether a device can read and write arrays in the host's memory."""
     return HOST in {memory.kind for memory in device.addressable_memories()}
 
 

@@ -14,12 +14,10 @@ from maxpipe.devices.chips import slice_of
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of slices (ICI domains) that the devices form."""
     return len({slice_of(device) for device in devices})
 
 
 def crossing_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes along which some neighbours lie in different slices."""
     slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
     return tuple(
         name for i, name in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()

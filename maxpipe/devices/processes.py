@@ -38,12 +38,10 @@ def index() -> int:
 
 
 def post(key: str, value: str) -> None:
-    """Post a value under a key that no process has used."""
     coordinator().key_value_set(key, value)
 
 
 def read(key: str) -> str:
-    """Return the value of a key, once a process has posted it."""
     value: str = coordinator().blocking_key_value_get(key, _ENDLESS_MS)
     return value
 
@@ -104,7 +102,6 @@ def share(directory: Path) -> bool:
 
 
 def barrier(name: str) -> None:
-    """Wait until every process has called this."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -117,7 +114,6 @@ def coordinator() -> Any:
 
 
 def coordinator_address() -> str:
-    """Return HOST:PORT of the coordination service."""
     return str(_state().coordinator_address)
 
 

@@ -148,7 +148,6 @@ def _threads() -> int:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -57,12 +57,10 @@ def describe_transfers() -> str:
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Return whether this process has devices of a mesh."""
     return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
 
 
 def processes_of(mesh: Mesh) -> frozenset[int]:
-    """Return the processes that have devices of a mesh."""
     return frozenset(d.process_index for d in mesh.devices.flat)
 
 

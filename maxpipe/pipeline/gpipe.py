@@ -283,7 +283,6 @@ def _pure(
 
 
 def _with_keywords(kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return a method of Linen modules that calls them with these keyword arguments."""
     return lambda module, *args: module(*args, **kwargs)
 
 

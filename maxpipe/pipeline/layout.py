@@ -54,7 +54,6 @@ class StageLayout:
 
     @classmethod
     def even(cls, num_stages: int, num_repeats: int, layers_per_stage: int) -> "StageLayout":
-        """Return the layout of chunks of equal size, in loop placement."""
         return cls(num_stages, num_repeats, (layers_per_stage,) * (num_stages * num_repeats))
 
     @property
@@ -75,7 +74,6 @@ class StageLayout:
 
     @property
     def is_even(self) -> bool:
-        """Return whether no chunk of the pipeline is padded."""
         return len(set(self.chunk_sizes)) == 1
 
     @property

@@ -301,7 +301,6 @@ def ring(x: Tree, size: int, shift: int, axis: str = "stage") -> Tree:
 
 
 def needs_order(mesh: Mesh) -> bool:
-    """Return whether the mesh has several devices and they are CPUs."""
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 

@@ -1,16 +1,17 @@
 """Shard live parameters at rest, and gather them for use over the axes that only split storage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs, outer_axes
 from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
-from maxpipe.pipeline.manual import Gather
+from maxpipe.pipeline.manual import MANUAL_AXES, Gather
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
 from maxpipe.sharding.torus import TORUS_AXIS
@@ -29,6 +30,24 @@ def spec_in_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:
     """Return the PartitionSpec of a parameter that is gathered over the storage axes."""
     gathered = set(STORAGE_AXES) - axes_in_use(rules, spec)
     return without(rules.spec(spec.axes, spec.shape), gathered)
+
+
+def gather_of(
+    rules: AxisRules,
+    spec: ParamSpec,
+    dtype: DTypeLike,
+    manual: Collection[str] = MANUAL_AXES,
+    at_rest: PartitionSpec | None = None,
+) -> Gather:
+    """Return the gather of a parameter for use, in a program that is manual over some mesh axes.
+
+    Args:
+      dtype: compute dtype of the model.
+      at_rest: the parameter's layout, without leading dimensions; by default that of the rules.
+    """
+    at_rest = at_rest or rules.spec(spec.axes, spec.shape)
+    in_use, used_as = axes_in_use(rules, spec), spec.compute_dtype(dtype)
+    return Gather(at_rest, spec.dtype, used_as, manual, in_use=in_use, route=rules.route)
 
 
 class Weights:

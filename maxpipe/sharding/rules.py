@@ -86,7 +86,6 @@ class AxisRules:
     def sharding(
         self, axes: Sequence[str | None], shape: Sequence[int] | None = None
     ) -> NamedSharding:
-        """Return `spec`, bound to the mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
@@ -114,7 +113,6 @@ class AxisRules:
         )
 
     def size(self, axis: str) -> int:
-        """Return the number of shards of a dimension with this logical axis."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
     def _mesh_axes(self, name: str | None) -> MeshAxes:
@@ -151,7 +149,6 @@ def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return `spec` reduced to the given mesh axes."""
     return _filtered(spec, lambda axis: axis in axes)
 
 

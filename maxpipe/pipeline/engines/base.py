@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -75,6 +76,15 @@ def sum_of(metrics: Metrics) -> jax.Array:
     # The token loss is the first metric, see `metrics_of`.
     total, *auxiliary = (value for name, value in metrics.items() if name not in COUNTS)
     return sum(auxiliary, total)
+
+
+def float32_zeros(params: Params) -> Params:
+    """Return sums of gradients to begin with, zeros shaped like parameters."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+
+def add(total: jax.Array, more: jax.Array) -> jax.Array:
+    return total + more.astype(total.dtype)
 
 
 class Engine(ABC, Generic[ParamsT, LayerT]):

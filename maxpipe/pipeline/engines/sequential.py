@@ -23,6 +23,8 @@ from maxpipe.pipeline.engines.base import (
     EngineInputs,
     Metrics,
     SpmdEngine,
+    add,
+    float32_zeros,
     metrics_of,
     sum_of,
 )
@@ -47,7 +49,7 @@ class SequentialEngine(SpmdEngine):
         # Without a loop over layers XLA moves their gathers before the loop over microbatches and
         # holds the results; gathers inside rematerialisation would run again for each microbatch.
         self._gathers_before_loop = not self._scan and self._num_microbatches > 1
-        prepare = _as_it_is if self._gathers_before_loop else self._prepare_layer
+        prepare = (lambda layer: layer) if self._gathers_before_loop else self._prepare
         # Padding layers only make stages even, and there are no stages here.
         layer_fn = layer_function(inputs.program, prepare, padded=False)
         self._policy = remat_policy(inputs.config)
@@ -56,9 +58,6 @@ class SequentialEngine(SpmdEngine):
         # these with the forward's: preventing that would copy everything that is saved.
         is_kept_apart = not (is_loop or self._policy.everything)
         self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=is_kept_apart)
-
-    def _prepare_layer(self, layer: Params) -> Params:
-        return self.weights.gather_layer(self._program.cast(layer))
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
         return leaf
@@ -92,13 +91,13 @@ class SequentialEngine(SpmdEngine):
         def accumulate(
             total: tuple[Metrics, Params], micro: Batch
         ) -> tuple[tuple[Metrics, Params], None]:
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, compute(micro)), None
+            return jax.tree.map(add, total, compute(micro)), None
 
         # 2. Sum loss and gradients over microbatches [M, B, ...], in float32, unless M = 1.
         if self._num_microbatches == 1:
             return compute(batch)
         no_metrics = metrics_of(jnp.zeros(()), self._program.no_auxiliary(), 1.0)
-        zero = no_metrics, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), moving)
+        zero = no_metrics, float32_zeros(moving)
         split = microbatches.split(batch, self._num_microbatches)
         return jax.lax.scan(accumulate, zero, split)[0]
 
@@ -130,7 +129,7 @@ class SequentialEngine(SpmdEngine):
         index, layers = jnp.asarray(self.layer_index()), params["layers"]
         if self._gathers_before_loop:
             layers = tuple(
-                self._prepare_layer(jax.tree.map(lambda p, i=i: p[i], layers))
+                self._prepare(jax.tree.map(lambda p, i=i: p[i], layers))
                 for i in range(self._num_layers)
             )
         x, aux = apply_layers(self._layer_fn, layers, index, x, side, key, scan=self._scan)
@@ -140,6 +139,5 @@ class SequentialEngine(SpmdEngine):
         )
         return loss, cross_entropy, aux
 
-
-def _as_it_is(layer: Params) -> Params:
-    return layer
+    def _prepare(self, layer: Params) -> Params:
+        return self.weights.gather_layer(self._program.cast(layer))

@@ -13,8 +13,10 @@ from itertools import product
 
 import numpy as np
 
-from maxpipe.pipeline.schedules.order import RawUnit, dependency, place
+from maxpipe.pipeline.schedules.adapt import fill
+from maxpipe.pipeline.schedules.order import RawUnit, place
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes, Workload
 
 PERIOD = 6  # units of time from a building block to the next
 # The four passes of a microbatch over the stages: kind, and 1 if it runs from the last stage back.
@@ -80,9 +82,12 @@ def _repeated_block(
     else:
         raise AssertionError(f"no building block with hops {hops} for {num_stages} stages")
     # 2. Close the gaps at the ends.
-    # 3. Put each W where its stage would idle.
     _squeeze(rows, max_in_flight)
-    orders = _fill_with_w([row.order() for row in rows], max_in_flight)
+    # 3. Put each W where its stage would idle if all units took equally long.
+    times = UnitTimes(*[(1.0,) * (2 * num_stages)] * 4)
+    workload = Workload(num_stages, num_microbatches, 2, "v", times, max_in_flight)
+    queues = workload.orders(row.order() for row in rows)
+    orders = workload.raw(fill(workload, queues, patience=0.0, level=False))
     return place(name, num_stages, num_microbatches, 2, orders, placement="v")
 
 
@@ -177,34 +182,3 @@ def _squeeze(rows: Sequence[_Row], max_in_flight: int) -> None:
             if row.peak() <= max_in_flight:
                 break
             row.move(unit, now)
-
-
-def _fill_with_w(queues: Sequence[Sequence[RawUnit]], max_in_flight: int) -> list[list[RawUnit]]:
-    """Return orders of F, I and W from orders of F and I, by simulating units of equal length."""
-    last = 2 * len(queues) - 1
-    units = {unit for queue in queues for unit in queue}
-    orders: list[list[RawUnit]] = [[] for _ in queues]
-    position, in_flight = [0] * len(queues), [0] * len(queues)
-    due: list[list[RawUnit]] = [[] for _ in queues]
-    done: set[RawUnit] = set()
-    while any(due) or any(p < len(queue) for p, queue in zip(position, queues, strict=True)):
-        # One round is one unit of time; what finishes in it is an input from the next round on.
-        finished = []
-        for stage, queue in enumerate(queues):
-            unit = queue[position[stage]] if position[stage] < len(queue) else None
-            needs = unit and dependency(unit, last, units)
-            is_ready = unit is not None and (needs is None or needs in done)
-            if unit and is_ready and not (unit[0] == "F" and in_flight[stage] == max_in_flight):
-                position[stage] += 1
-                in_flight[stage] += unit[0] == "F"
-                finished.append(unit)
-                if unit[0] == "I":
-                    due[stage].append(("W", *unit[1:]))
-            elif due[stage]:
-                unit = due[stage].pop(0)
-                in_flight[stage] -= 1
-            else:
-                continue
-            orders[stage].append(unit)
-        done.update(finished)
-    return orders

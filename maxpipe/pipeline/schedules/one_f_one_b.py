@@ -5,14 +5,7 @@ arrived. Letters: S stages, M microbatches, V repeats; F and B the time of a for
 of one chunk.
 """
 
-import numpy as np
-
-from maxpipe.pipeline.schedules.order import (
-    depth_first,
-    group_microbatches,
-    one_forward_one_backward,
-    place,
-)
+from maxpipe.pipeline.schedules.order import orders_1f1b, place
 from maxpipe.pipeline.schedules.table import Table
 
 
@@ -32,9 +25,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1    B0 F2 B1 F3 B2    B3
         stage 2       F0 B0 F1 B1 F2 B2 F3 B3
     """
-    # The first gradient comes back after as many units as there are stages after this one.
-    warmups = [num_stages - 1 - stage for stage in range(num_stages)]
-    return _one_chunk("1f1b", num_microbatches, warmups)
+    orders = orders_1f1b(num_stages, num_microbatches, 1, backward="B", lead=1)
+    return place("1f1b", num_stages, num_microbatches, 1, orders)
 
 
 def eager_1f1b(num_stages: int, num_microbatches: int) -> Table:
@@ -55,9 +47,8 @@ def eager_1f1b(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1 F2 B0 F3 B1    B2    B3
         stage 2       F0 B0 F1 B1 F2 B2 F3 B3
     """
-    # Twice as many: the transfers there and back take as long as a unit each.
-    warmups = [2 * (num_stages - 1 - stage) for stage in range(num_stages)]
-    return _one_chunk("eager_1f1b", num_microbatches, warmups)
+    orders = orders_1f1b(num_stages, num_microbatches, 1, backward="B", lead=2)
+    return place("eager_1f1b", num_stages, num_microbatches, 1, orders)
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_repeats: int) -> Table:
@@ -79,30 +70,5 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_repeats: int) -
         stage 0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
         stage 1     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
     """
-    sizes = group_microbatches(num_microbatches, num_stages)
-    order = np.argsort(depth_first(sizes, sizes, num_repeats), axis=None)
-    # (microbatch, chunk) in the order of forwards; backwards have the chunks reversed.
-    walk = [divmod(int(unit), num_repeats) for unit in order]
-    warmup = (num_repeats - 1) * int(sizes.max())
-    orders = [
-        one_forward_one_backward(
-            [("F", m, c * num_stages + stage) for m, c in walk],
-            [("B", m, (num_repeats - 1 - c) * num_stages + stage) for m, c in walk],
-            2 * (num_stages - 1 - stage) + warmup,
-        )
-        for stage in range(num_stages)
-    ]
+    orders = orders_1f1b(num_stages, num_microbatches, num_repeats, backward="B", lead=2)
     return place("interleaved_1f1b", num_stages, num_microbatches, num_repeats, orders)
-
-
-def _one_chunk(name: str, num_microbatches: int, warmups: list[int]) -> Table:
-    """Build a table of one chunk per stage from each stage's number of warm-up forwards."""
-    orders = [
-        one_forward_one_backward(
-            [("F", m, stage) for m in range(num_microbatches)],
-            [("B", m, stage) for m in range(num_microbatches)],
-            warmup,
-        )
-        for stage, warmup in enumerate(warmups)
-    ]
-    return place(name, len(warmups), num_microbatches, 1, orders)

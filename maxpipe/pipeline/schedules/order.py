@@ -53,23 +53,22 @@ def one_forward_one_backward(
     yield from backwards[len(steady) :]
 
 
-def split_backward(
-    stage: int, num_microbatches: int, num_warmup: int, lag: int
-) -> Iterator[RawUnit]:
-    """Yield `num_warmup` forwards, then I and F in turn; once `lag` W are due, W too.
+def with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUnit]:
+    """Yield F and I, and after each I the W of the I that was `lag` before it; then the rest.
 
-    >>> order = split_backward(stage=0, num_microbatches=4, num_warmup=2, lag=1)
+    >>> units = [("F", 0, 0), ("F", 1, 0), ("I", 0, 0), ("F", 2, 0), ("I", 1, 0), ("I", 2, 0)]
+    >>> order = with_weight_gradients(units, lag=1)
     >>> " ".join(f"{kind}{microbatch}" for kind, microbatch, _ in order)
-    'F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3'
+    'F0 F1 I0 F2 I1 W0 I2 W1 W2'
     """
-    yield from (("F", m, stage) for m in range(min(num_warmup, num_microbatches)))
-    for m in range(num_microbatches):
-        yield "I", m, stage
-        if m >= lag:
-            yield "W", m - lag, stage
-        if m + num_warmup < num_microbatches:
-            yield "F", m + num_warmup, stage
-    yield from (("W", m, stage) for m in range(max(num_microbatches - lag, 0), num_microbatches))
+    due: list[RawUnit] = []
+    for unit in units:
+        yield unit
+        if unit[0] == "I":
+            due.append(("W", *unit[1:]))
+            if len(due) > lag:
+                yield due.pop(0)
+    yield from due
 
 
 def place(
@@ -212,6 +211,34 @@ def group_microbatches(num_microbatches: int, smallest: int) -> np.ndarray:
     num_groups = max(num_microbatches // smallest, 1)
     size, larger = divmod(num_microbatches, num_groups)
     return np.where(np.arange(num_groups) < larger, size + 1, size)
+
+
+def orders_1f1b(
+    num_stages: int, num_microbatches: int, num_repeats: int, *, backward: str, lead: int
+) -> list[Iterator[RawUnit]]:
+    """Return each stage's forwards and backwards: some forwards, then both in turn.
+
+    Several chunks run depth first in groups of microbatches.
+
+    Args:
+      backward: kind of the backwards, B or I.
+      lead: how many forwards more than the stage after it a stage runs at first. The first gradient
+        comes back after as many units as there are stages after this one; with 2 transfers there
+        and back may take as long as a unit each.
+    """
+    sizes = group_microbatches(num_microbatches, num_stages)
+    order = np.argsort(depth_first(sizes, sizes, num_repeats), axis=None)
+    # (microbatch, chunk) in the order of forwards; backwards have the chunks reversed.
+    walk = [divmod(int(unit), num_repeats) for unit in order]
+    warmup = (num_repeats - 1) * int(sizes.max())
+    return [
+        one_forward_one_backward(
+            [("F", m, c * num_stages + stage) for m, c in walk],
+            [(backward, m, (num_repeats - 1 - c) * num_stages + stage) for m, c in walk],
+            lead * (num_stages - 1 - stage) + warmup,
+        )
+        for stage in range(num_stages)
+    ]
 
 
 def depth_first(sizes: np.ndarray, strides: np.ndarray, num_repeats: int) -> np.ndarray:

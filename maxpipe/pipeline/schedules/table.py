@@ -146,7 +146,6 @@ class Table:
 
     @cached_property
     def stage_of_chunk(self) -> np.ndarray:
-        """Return int [G]: the stage that holds each global chunk."""
         return stages_of_chunks(self.num_stages, self.num_repeats, self.placement)
 
     @cached_property

@@ -100,7 +100,6 @@ class Workload:
 
     @cached_property
     def whole_durations(self) -> list[float]:
-        """Return the time of each pair's B, [N]."""
         return list(self.times.backward * self.num_microbatches)
 
     @cached_property

@@ -134,27 +134,8 @@ def _where(table: Table, unit: Unit) -> str:
 
 
 def _fail_missing(table: Table, unit: Unit) -> NoReturn:
-    kind, microbatch, chunk = unit
-    waiting = {
-        "F": [
-            Unit("F", microbatch, chunk + 1),
-            Unit("B", microbatch, chunk),
-            Unit("I", microbatch, chunk),
-        ],
-        "B": [Unit("B", microbatch, chunk - 1), Unit("I", microbatch, chunk - 1)],
-        "I": [
-            Unit("W", microbatch, chunk),
-            Unit("B", microbatch, chunk - 1),
-            Unit("I", microbatch, chunk - 1),
-        ],
-        "W": [],
-    }[kind]
-    stage = int(table.stage_of_chunk[chunk])
-    message = f"{unit} is missing on {f'row {stage + 1}' if table.source else f'stage {stage}'}"
-    for other in waiting:
-        if 0 <= other.global_chunk < table.num_chunks and _runs(table, other):
-            _fail(table, f"{message}; {_where(table, other)} needs it")
-    _fail(table, message)
+    stage = int(table.stage_of_chunk[unit.global_chunk])
+    _fail(table, f"{unit} is missing on {f'row {stage + 1}' if table.source else f'stage {stage}'}")
 
 
 def _runs(table: Table, unit: Unit) -> bool:

@@ -6,18 +6,15 @@ M microbatches, V repeats; F, I and W the time of a unit. Tables are free-runnin
 """
 
 import math
-from collections.abc import Iterable, Iterator
-
-import numpy as np
+from itertools import starmap
 
 from maxpipe.pipeline.schedules.adapt import adapt
 from maxpipe.pipeline.schedules.order import (
     RawUnit,
-    depth_first,
-    group_microbatches,
     one_forward_one_backward,
+    orders_1f1b,
     place,
-    split_backward,
+    with_weight_gradients,
 )
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.pipeline.schedules.timed_orders import UnitTimes
@@ -40,12 +37,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         stage 2       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    # The later the stage, the later its W: early stages need its I first.
-    orders = [
-        split_backward(stage, num_microbatches, num_warmup=num_stages - stage, lag=stage)
-        for stage in range(num_stages)
-    ]
-    return place("zb_h1", num_stages, num_microbatches, 1, orders)
+    return _split_1f1b("zb_h1", num_stages, num_microbatches, 1, lead=1)
 
 
 def interleaved_zb(num_stages: int, num_microbatches: int, num_repeats: int) -> Table:
@@ -65,32 +57,16 @@ def interleaved_zb(num_stages: int, num_microbatches: int, num_repeats: int) -> 
         stage 0 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
         stage 1     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    sizes = group_microbatches(num_microbatches, num_stages)
-    order = np.argsort(depth_first(sizes, sizes, num_repeats), axis=None)
-    # (microbatch, chunk) in the order of forwards; backwards have the chunks reversed.
-    walk = [divmod(int(unit), num_repeats) for unit in order]
-    warmup = (num_repeats - 1) * int(sizes.max())
-    orders = []
-    for stage in range(num_stages):
-        units: Iterator[RawUnit] = one_forward_one_backward(
-            [("F", m, c * num_stages + stage) for m, c in walk],
-            [("I", m, (num_repeats - 1 - c) * num_stages + stage) for m, c in walk],
-            warmup + num_stages - 1 - stage,
-        )
-        orders.append(_with_weight_gradients(units, lag=stage))
-    return place("interleaved_zb", num_stages, num_microbatches, num_repeats, orders)
+    return _split_1f1b("interleaved_zb", num_stages, num_microbatches, num_repeats, lead=1)
 
 
-def _with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUnit]:
-    """Yield F and I, and after each I the W of the I that was `lag` before it; then the rest."""
-    due: list[RawUnit] = []
-    for unit in units:
-        yield unit
-        if unit[0] == "I":
-            due.append(("W", *unit[1:]))
-            if len(due) > lag:
-                yield due.pop(0)
-    yield from due
+def _split_1f1b(
+    name: str, num_stages: int, num_microbatches: int, num_repeats: int, lead: int
+) -> Table:
+    rows = orders_1f1b(num_stages, num_microbatches, num_repeats, backward="I", lead=lead)
+    # The later the stage, the later its W: early stages need its I first.
+    orders = [with_weight_gradients(row, lag=lead * stage) for stage, row in enumerate(rows)]
+    return place(name, num_stages, num_microbatches, num_repeats, orders)
 
 
 def zb_h2(num_stages: int, num_microbatches: int, times: UnitTimes | None = None) -> Table:
@@ -117,25 +93,18 @@ def zb_h2(num_stages: int, num_microbatches: int, times: UnitTimes | None = None
         stage 2       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     # Enough forwards to fill the time until the first gradient comes back.
-    orders = [
-        split_backward(
-            stage, num_microbatches, num_warmup=2 * (num_stages - stage) - 1, lag=2 * stage
-        )
-        for stage in range(num_stages)
-    ]
-    table = place("zb_h2", num_stages, num_microbatches, 1, orders)
+    table = _split_1f1b("zb_h2", num_stages, num_microbatches, 1, lead=2)
     if times is None:
         return table
     most = 2 * num_stages
+
+    def forwards_first(stage: int, count: int) -> list[RawUnit]:
+        forward, backward = ([(k, m, stage) for m in range(num_microbatches)] for k in "FI")
+        # The last of these forwards is followed by the first I.
+        return list(one_forward_one_backward(forward, backward, count - 1))
+
     others = [
-        [
-            [
-                unit
-                for unit in split_backward(stage, num_microbatches, count, lag=0)
-                if unit[0] != "W"
-            ]
-            for stage, count in enumerate(_warmups(times, most, is_eager))
-        ]
+        list(starmap(forwards_first, enumerate(_warmups(times, most, is_eager))))
         for is_eager in (False, True)
     ]
     return adapt(table, times, most, others)

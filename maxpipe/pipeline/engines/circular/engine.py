@@ -8,7 +8,6 @@ every iteration (see `repeat_gather`). Letters: see `maxpipe.pipeline`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ from maxpipe.pipeline.engines.circular.phases import (
 )
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.manual import BATCH_AXES, Gather
-from maxpipe.pipeline.weights import Weights, axes_in_use
+from maxpipe.pipeline.weights import Weights, gather_of
 from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
 
 # Logical axes of the conveyor [S, K, B, T, D] and of one slot of it [S, B, T, D].
@@ -211,15 +210,11 @@ class CircularEngine(SpmdEngine):
             conveyor,
             stages,
             inputs_of,
-            partial(trainable, self._program.specs["layers"]),
+            self._program,
+            self._config,
             map_specs(self._gather, self._program.specs["layers"]),
             self._batch_specs(side),
             self._mesh,
-            self._program.no_auxiliary,
-            gather_once=self._config.fsdp_gather == "once",
-            scan_iterations=self._config.scan_iterations,
-            scan_repeats=self._config.scan_repeats,
-            scan_layers=self._config.scan_layers_per_stage,
         )
         # A PRNG key is not an array of numbers, so it enters the manual program as its raw data.
         key_data = None if key is None else jax.random.key_data(key)
@@ -227,10 +222,8 @@ class CircularEngine(SpmdEngine):
 
     def _gather(self, spec: ParamSpec) -> Gather:
         # Weights stay split over the stages: each gathers its own layers.
-        at_rest = self._rules.spec(spec.axes, spec.shape)
-        dtype = spec.compute_dtype(self._program.config.dtype)
-        in_use, route = axes_in_use(self._rules, spec), self._rules.route
-        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype, in_use=in_use, route=route)
+        at_rest = without(self._rules.spec(spec.axes, spec.shape), ("stage",))
+        return gather_of(self._rules, spec, self._program.config.dtype, at_rest=at_rest)
 
     def _batch_specs(self, side: SideInputs) -> BatchSpecs:
         def batch_part(

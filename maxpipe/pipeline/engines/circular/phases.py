@@ -13,13 +13,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params, Tree
+from maxpipe.model.parameters import Params, Tree, trainable
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.engines.base import add
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
-from maxpipe.pipeline.split_vjp import SplitVjp
+from maxpipe.pipeline.split_vjp import Arrays, SplitVjp
 from maxpipe.sharding.rules import AxisRules, axes_of
+
+Index: TypeAlias = jax.Array | int
+LoopState = TypeVar("LoopState")
 
 
 class StageInputs(NamedTuple):
@@ -83,33 +89,24 @@ class Iterations:
       conveyor: order of the units, and the loop state.
       stages: function that does the work of all stages in one iteration.
       inputs_of: function that selects the stages' inputs of an iteration.
-      trained: function that replaces the frozen leaves of a tree of layer parameters by None.
+      program, config: the model, and the options of the pipeline.
       gathers: a `Gather` for each parameter of a layer.
       specs: layouts of the arguments.
-      mesh: the device mesh.
-      no_auxiliary: function that returns auxiliary losses of 0.
-      gather_once: whether all repeats are gathered before the first iteration.
-      scan_iterations, scan_repeats, scan_layers: whether to compile one loop body, not copies.
     """
 
     conveyor: Conveyor
     stages: Stages
     inputs_of: InputsOf
-    trained: Callable[[Params], Params]
+    program: ModelProgram
+    config: PipelineConfig
     gathers: Tree[Gather]
     specs: BatchSpecs
     mesh: Mesh
-    no_auxiliary: Callable[[], AuxiliaryLosses]
-    gather_once: bool
-    scan_iterations: bool
-    scan_repeats: bool
-    scan_layers: bool
 
-    def operands(
-        self, weights: Params, inputs: StageInputs
-    ) -> tuple[Params, tuple[Params, StageInputs]]:
-        """Return the weights of the stages' vjp, those that are trained, and its inputs."""
-        return self.trained(weights), (weights, inputs)
+    @property
+    def gather_once(self) -> bool:
+        """Return whether all repeats are gathered before the first iteration."""
+        return self.config.fsdp_gather == "once"
 
     @property
     def lookahead(self) -> int:
@@ -118,147 +115,151 @@ class Iterations:
         has_short_steady = conveyor.num_microbatches == conveyor.delay * conveyor.num_stages
         return 2 if has_short_steady and not self.gather_once else 1
 
+    def trained(self, layers: Params) -> Params:
+        """Return a tree of layer parameters with None in the place of frozen leaves."""
+        return trainable(self.program.specs["layers"], layers)
 
-class DeviceInputs(NamedTuple):
-    """What a pass reads, inside the manual program.
-
-    Attributes:
-      weights: live layer parameters [V + E, S, L, ...], this device's shards; with `gather_once`
-        [V, S, L, ...], gathered.
-      side: side inputs [M, B, ...] of this device's rows.
-      key_data: raw data of the step's PRNG key; None without dropout.
-      num_rows: V + E, the rows of live layer parameters.
-    """
-
-    weights: Params
-    side: SideInputs
-    key_data: jax.Array | None
-    num_rows: int
-
-
-Index: TypeAlias = jax.Array | int
-LoopState = TypeVar("LoopState")
+    def operands(
+        self, weights: Params, inputs: StageInputs
+    ) -> tuple[Params, tuple[Params, StageInputs]]:
+        """Return the weights of the stages' vjp, those that are trained, and its inputs."""
+        return self.trained(weights), (weights, inputs)
 
 
 class ForwardCarry(NamedTuple):
     """Loop state, and residuals of the iterations so far, [iterations, ...] each."""
 
     state: State
-    residuals: list[jax.Array]
+    residuals: Arrays
 
 
-class GradientSums(NamedTuple):
-    """Gradients within a phase; `earlier` sums those of the repeat before a switch; else None."""
+class BackwardCarry(NamedTuple):
+    """Gradients, of weights from this device's rows alone until a repeat is over.
+
+    Attributes:
+      state: gradient of the loop state.
+      sums: weight gradients of this repeat so far, float32 [S, L, ...].
+      earlier: those of the repeat before a switch; else None.
+      totals: weight gradients of all repeats, float32 [V, S, L, ...] or like the shards; None
+        within a phase.
+    """
 
     state: State
     sums: Params
-    earlier: Params | None
+    earlier: Params | None = None
+    totals: Params | None = None
 
 
-def forward_phase(
-    iterations: Iterations,
-    inputs: DeviceInputs,
-    split: SplitVjp | None,
-    carry: ForwardCarry,
-    start: Index,
-    length: int,
-    weights: Params,
-    next_weights: Params | None = None,
-) -> ForwardCarry:
-    """Run iterations start ... start + length - 1.
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """The phases of one pass over the iterations.
 
-    Args:
-      iterations, inputs: description of the iterations, and what they read.
-      split: the stages' vjp, whose forward returns residuals; None without a backward.
-      carry: loop state and residuals so far.
-      start, length: first iteration and number of iterations of the phase.
-      weights: weights of all stages, [S, L, ...].
-      next_weights: in a switch, the next repeat's weights, which one stage after the other takes.
+    Attributes:
+      side: side inputs [M, B, ...] of this device's rows.
+      key_data: raw data of the step's PRNG key; None without dropout.
+      split: the stages' vjp; None without a backward.
     """
-    conveyor = iterations.conveyor
 
-    def iteration(
-        carry_and_weights: tuple[ForwardCarry, Params], t: Index
-    ) -> tuple[ForwardCarry, Params]:
-        (state, residuals), weights = carry_and_weights
-        # 1. In a switch, one more stage has the next weights.
-        if next_weights is not None:
-            weights = _switched(conveyor, t, start, next_weights, weights)
-        # 2. The stages compute.
-        x = conveyor.stage_inputs(state, t)
-        stage_inputs = iterations.inputs_of(t, inputs.side, inputs.key_data)
-        if split is None:
-            y, aux = iterations.stages(x, weights, stage_inputs)
-        else:
-            (y, aux), new = split.forward(x, *iterations.operands(weights, stage_inputs))
-            residuals = [
-                lax.dynamic_update_index_in_dim(buffer, residual, t, 0)
-                for buffer, residual in zip(residuals, new, strict=True)
-            ]
-        # 3. Their outputs move on.
-        return ForwardCarry(conveyor.next_state(state, y, aux, t), residuals), weights
+    iterations: Iterations
+    side: SideInputs
+    key_data: jax.Array | None
+    split: SplitVjp | None
 
-    # Weights are part of the loop state so that a switch overwrites them; otherwise XLA would keep
-    # a third set.
-    carry, _ = loop(iteration, (carry, weights), start, length, scan=iterations.scan_iterations)
-    return carry
+    def forward(
+        self,
+        carry: ForwardCarry,
+        start: Index,
+        length: int,
+        weights: Params,
+        next_weights: Params | None = None,
+    ) -> ForwardCarry:
+        """Run iterations start ... start + length - 1.
 
+        Args:
+          weights: weights of all stages, [S, L, ...].
+          next_weights: in a switch, the next repeat's, which one stage after the other takes.
+        """
+        conveyor = self.iterations.conveyor
 
-def backward_phase(
-    iterations: Iterations,
-    inputs: DeviceInputs,
-    split: SplitVjp,
-    residuals: list[jax.Array],
-    gradients: GradientSums,
-    start: Index,
-    length: int,
-    weights: Params,
-    earlier_weights: Params | None = None,
-) -> GradientSums:
-    """Run iterations start + length - 1 ... start in reverse; see `forward_phase`.
+        def iteration(
+            carry_and_weights: tuple[ForwardCarry, Params], t: Index
+        ) -> tuple[ForwardCarry, Params]:
+            (state, residuals), weights = carry_and_weights
+            # 1. In a switch, one more stage has the next weights.
+            if next_weights is not None:
+                weights = _switched(conveyor, t, start, next_weights, weights)
+            # 2. The stages compute.
+            x = conveyor.stage_inputs(state, t)
+            inputs = self.iterations.inputs_of(t, self.side, self.key_data)
+            if self.split is None:
+                y, aux = self.iterations.stages(x, weights, inputs)
+            else:
+                operands = self.iterations.operands(weights, inputs)
+                (y, aux), new = self.split.forward(x, *operands)
+                residuals = [
+                    lax.dynamic_update_index_in_dim(buffer, residual, t, 0)
+                    for buffer, residual in zip(residuals, new, strict=True)
+                ]
+            # 3. Their outputs move on.
+            return ForwardCarry(conveyor.next_state(state, y, aux, t), residuals), weights
 
-    Args:
-      residuals: residuals of all iterations, [iterations, ...] each.
-      gradients: gradient of the state after the phase, and sums so far.
-      start, length: first iteration and number of iterations of the phase.
-      weights: weights of all stages at the phase's end, [S, L, ...].
-      earlier_weights: in a switch, the weights that the stages had before.
-    """
-    conveyor = iterations.conveyor
+        # Weights are part of the loop state so that a switch overwrites them; otherwise XLA would
+        # keep a third set.
+        scan = self.iterations.config.scan_iterations
+        carry, _ = loop(iteration, (carry, weights), start, length, scan=scan)
+        return carry
 
-    def iteration(
-        gradients_and_weights: tuple[GradientSums, Params], i: Index
-    ) -> tuple[GradientSums, Params]:
-        (state, sums, earlier), weights = gradients_and_weights
-        t = start + (length - 1) - i
-        # 1. Weights and inputs of the iteration, as in the forward.
-        if earlier_weights is not None:
-            weights = _switched(conveyor, t, start, weights, earlier_weights)
-        stage_inputs = iterations.inputs_of(t, inputs.side, inputs.key_data)
-        # 2. Back through `next_state`, to the stages' outputs.
-        x_shape = jax.eval_shape(lambda s: conveyor.stage_inputs(s, t), state)
-        y_shape, aux_shape = jax.eval_shape(iterations.stages, x_shape, weights, stage_inputs)
-        shapes = (state, y_shape, aux_shape)
-        state, dy, daux = transpose(
-            lambda s, y, aux: conveyor.next_state(s, y, aux, t), shapes, state
-        )
-        # 3. Back through the stages: dx [S, B, T, D], dw [S, L, ...].
-        stored = [lax.dynamic_index_in_dim(buffer, t, keepdims=False) for buffer in residuals]
-        operands = iterations.operands(weights, stage_inputs)
-        dx, dw = split.backward(stored, *operands, (dy, daux))
-        # 4. Back through `stage_inputs`, to the state before the iteration.
-        (dstate,) = transpose(lambda s: conveyor.stage_inputs(s, t), (state,), dx)
-        state = jax.tree.map(jnp.add, state, dstate)
-        # 5. Add the weights' gradients to the sum of the repeat that each stage is in.
-        if earlier_weights is None:
-            return GradientSums(state, jax.tree.map(_add, sums, dw), None), weights
-        zeros = jax.tree.map(jnp.zeros_like, dw)
-        sums = jax.tree.map(_add, sums, _switched(conveyor, t, start, dw, zeros))
-        earlier = jax.tree.map(_add, earlier, _switched(conveyor, t, start, zeros, dw))
-        return GradientSums(state, sums, earlier), weights
+    def backward(
+        self,
+        residuals: Arrays,
+        carry: BackwardCarry,
+        start: Index,
+        length: int,
+        weights: Params,
+        earlier_weights: Params | None = None,
+    ) -> BackwardCarry:
+        """Run iterations start + length - 1 ... start in reverse.
 
-    gradients, _ = loop(iteration, (gradients, weights), 0, length, scan=iterations.scan_iterations)
-    return gradients
+        Args:
+          residuals: residuals of all iterations, [iterations, ...] each.
+          carry: gradient of the state after the phase, and sums so far.
+          weights: weights of all stages at the phase's end, [S, L, ...].
+          earlier_weights: in a switch, the weights that the stages had before.
+        """
+        conveyor, split = self.iterations.conveyor, self.split
+        assert split is not None
+
+        def iteration(
+            carry_and_weights: tuple[BackwardCarry, Params], i: Index
+        ) -> tuple[BackwardCarry, Params]:
+            (state, sums, earlier, _), weights = carry_and_weights
+            t = start + (length - 1) - i
+            # 1. Weights and inputs of the iteration, as in the forward.
+            if earlier_weights is not None:
+                weights = _switched(conveyor, t, start, weights, earlier_weights)
+            inputs = self.iterations.inputs_of(t, self.side, self.key_data)
+            # 2. Back through `next_state`, to the stages' outputs.
+            state, dy, daux = transpose(
+                lambda s, y, aux: conveyor.next_state(s, y, aux, t), (state, *split.outputs), state
+            )
+            # 3. Back through the stages: dx [S, B, T, D], dw [S, L, ...].
+            stored = [lax.dynamic_index_in_dim(buffer, t, keepdims=False) for buffer in residuals]
+            operands = self.iterations.operands(weights, inputs)
+            dx, dw = split.backward(stored, *operands, (dy, daux))
+            # 4. Back through `stage_inputs`, to the state before the iteration.
+            (dstate,) = transpose(lambda s: conveyor.stage_inputs(s, t), (state,), dx)
+            state = jax.tree.map(jnp.add, state, dstate)
+            # 5. Add the weights' gradients to the sum of the repeat that each stage is in.
+            if earlier_weights is None:
+                return BackwardCarry(state, jax.tree.map(add, sums, dw)), weights
+            zeros = jax.tree.map(jnp.zeros_like, dw)
+            sums = jax.tree.map(add, sums, _switched(conveyor, t, start, dw, zeros))
+            earlier = jax.tree.map(add, earlier, _switched(conveyor, t, start, zeros, dw))
+            return BackwardCarry(state, sums, earlier), weights
+
+        scan = self.iterations.config.scan_iterations
+        carry, _ = loop(iteration, (carry, weights), 0, length, scan=scan)
+        return carry
 
 
 def _switched(conveyor: Conveyor, t: Index, start: Index, new: Params, old: Params) -> Params:
@@ -293,7 +294,3 @@ def transpose(
     """Return the cotangents of the arguments of an affine function, arrays like `shapes`."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.vjp(f, *zeros)[1](cotangent)
-
-
-def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
-    return total + gradient.astype(total.dtype)

@@ -32,7 +32,7 @@ says, but no weights. Letters: see `maxpipe.pipeline`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,15 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, with_trainable
+from maxpipe.pipeline.engines.base import float32_zeros
 from maxpipe.pipeline.engines.circular.conveyor import State
 from maxpipe.pipeline.engines.circular.phases import (
-    DeviceInputs,
+    BackwardCarry,
     ForwardCarry,
-    GradientSums,
     Index,
     Iterations,
+    Phases,
     StageInputs,
-    backward_phase,
-    forward_phase,
     loop,
     transpose,
 )
@@ -63,44 +62,20 @@ from maxpipe.pipeline.manual import (
     map_gathers,
     sum_replicas,
 )
-from maxpipe.pipeline.split_vjp import SplitVjp
+from maxpipe.pipeline.split_vjp import Arrays, SplitVjp
 
 SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set of weights
 REPLICATED = PartitionSpec()
 PER_DEVICE = PartitionSpec(BATCH_AXES)  # one row, or one part of the first dimension, per device
 
-
-class Saved(NamedTuple):
-    """What the forward hands to the backward: its arguments, and residuals [iterations, ...]."""
-
-    layers: Params
-    side: SideInputs
-    key_data: jax.Array | None
-    residuals: list[jax.Array]
-
-
-class BackwardCarry(NamedTuple):
-    """Gradients between two repeats of the backward.
-
-    Attributes:
-      state: gradient of the loop state.
-      sums: weight gradients of this repeat so far, from this device's rows, float32 [S, L, ...].
-      totals: weight gradients of all repeats, float32 [V, S, L, ...] or like the shards.
-    """
-
-    state: State
-    sums: Params
-    totals: Params
-
-
 Carry = TypeVar("Carry", ForwardCarry, BackwardCarry)
+Window = tuple[Params, ...]  # gathered weights of neighbouring repeats, in the order of visits
 
 # ------------------------------------------------------------------------------------------------
 # The differentiable entry
 # ------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_iterations(
     iterations: Iterations,
     layers: Params,
@@ -119,72 +94,49 @@ def run_iterations(
     Returns:
       (the conveyor with the outputs, auxiliary losses summed over layers and sequences).
     """
-    io, aux, _ = _run_forward(iterations, layers, io, side, key_data, keep_residuals=False)
-    return io, aux
+    specs, manual = iterations.specs, partial(_manual, iterations)
 
-
-def _run_and_save(
-    iterations: Iterations,
-    layers: Params,
-    io: jax.Array,
-    side: SideInputs,
-    key_data: jax.Array | None,
-) -> tuple[tuple[jax.Array, AuxiliaryLosses], Saved]:
-    io, aux, residuals = _run_forward(iterations, layers, io, side, key_data, keep_residuals=True)
-    return (io, aux), Saved(layers, side, key_data, residuals)
-
-
-def _run_forward(
-    iterations: Iterations,
-    layers: Params,
-    io: jax.Array,
-    side: SideInputs,
-    key_data: jax.Array | None,
-    *,
-    keep_residuals: bool,
-) -> tuple[jax.Array, AuxiliaryLosses, list[jax.Array]]:
-    def device_forward(
-        layers: Params, io: jax.Array, side: SideInputs, key_data: jax.Array | None
-    ) -> tuple[jax.Array, AuxiliaryLosses, list[jax.Array]]:
-        inputs = _device_inputs(iterations, layers, side, key_data)
-        state, residuals = _forward(iterations, inputs, io, keep_residuals=keep_residuals)
-        aux = jax.tree.map(lambda a: a[None], state.aux)
-        return iterations.conveyor.outputs(state), aux, residuals
-
-    specs = iterations.specs
-    in_specs = (specs.layers, specs.io, specs.side, REPLICATED)
-    out_specs = (specs.io, PER_DEVICE, PER_DEVICE)
-    forward = _manual(iterations, device_forward, in_specs, out_specs)
-    io, aux, residuals = forward(layers, io, side, key_data)
-    return io, jax.tree.map(partial(jnp.sum, axis=0), aux), residuals
-
-
-def _run_backward(
-    iterations: Iterations, saved: Saved, cotangents: tuple[jax.Array, AuxiliaryLosses]
-) -> tuple[Params, jax.Array, None, None]:
-    def device_backward(
+    def forward(
         layers: Params,
+        io: jax.Array,
         side: SideInputs,
         key_data: jax.Array | None,
-        residuals: list[jax.Array],
-        io: jax.Array,
-        aux: AuxiliaryLosses,
-    ) -> tuple[Params, jax.Array]:
-        inputs = _device_inputs(iterations, layers, side, key_data)
-        totals, io = _backward(iterations, inputs, residuals, io, aux)
-        totals = sum_replicas(iterations.gathers, totals, BATCH_AXES)
-        trained = iterations.trained(layers)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), totals, trained), io
+        *,
+        keep_residuals: bool = False,
+    ) -> tuple[tuple[jax.Array, AuxiliaryLosses], Arrays]:
+        def on_device(*args: Any) -> tuple[jax.Array, AuxiliaryLosses, Arrays]:
+            state, residuals = _forward(iterations, *args, keep_residuals=keep_residuals)
+            aux = jax.tree.map(lambda a: a[None], state.aux)
+            return iterations.conveyor.outputs(state), aux, residuals
 
-    specs, trained_specs = iterations.specs, iterations.trained(iterations.specs.layers)
-    in_specs = (specs.layers, specs.side, REPLICATED, PER_DEVICE, specs.io, REPLICATED)
-    backward = _manual(iterations, device_backward, in_specs, (trained_specs, specs.io))
-    # None, for frozen weights, is a gradient of zero.
-    gradients, io = backward(*saved, *cotangents)
-    return gradients, io, None, None
+        in_specs = (specs.layers, specs.io, specs.side, REPLICATED)
+        run = manual(on_device, in_specs, (specs.io, PER_DEVICE, PER_DEVICE))
+        io, aux, residuals = run(layers, io, side, key_data)
+        return (io, jax.tree.map(partial(jnp.sum, axis=0), aux)), residuals
 
+    def backward(saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        def on_device(layers: Params, *args: Any) -> tuple[Params, jax.Array]:
+            totals, io = _backward(iterations, layers, *args)
+            totals = sum_replicas(iterations.gathers, totals, BATCH_AXES)
+            trained = iterations.trained(layers)
+            return jax.tree.map(lambda g, p: g.astype(p.dtype), totals, trained), io
 
-run_iterations.defvjp(_run_and_save, _run_backward)
+        in_specs = (specs.layers, specs.side, REPLICATED, PER_DEVICE, specs.io, REPLICATED)
+        run = manual(on_device, in_specs, (iterations.trained(specs.layers), specs.io))
+        # None, for frozen weights, is a gradient of zero.
+        gradients, io = run(*saved, *cotangents)
+        return gradients, io, None, None
+
+    def forward_and_save(
+        layers: Params, io: jax.Array, side: SideInputs, key_data: jax.Array | None
+    ) -> tuple[tuple[jax.Array, AuxiliaryLosses], tuple[Any, ...]]:
+        outputs, residuals = forward(layers, io, side, key_data, keep_residuals=True)
+        return outputs, (layers, side, key_data, residuals)
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward_and_save, backward)
+    outputs: tuple[jax.Array, AuxiliaryLosses] = run(layers, io, side, key_data)
+    return outputs
 
 
 def _manual(
@@ -209,51 +161,43 @@ def _manual(
 # ------------------------------------------------------------------------------------------------
 
 
-def _device_inputs(
-    iterations: Iterations, layers: Params, side: SideInputs, key_data: jax.Array | None
-) -> DeviceInputs:
-    num_rows = jax.tree.leaves(layers)[0].shape[0]
-    if not iterations.gather_once:
-        return DeviceInputs(layers, side, key_data, num_rows)
-    num_repeats = iterations.conveyor.num_repeats
-
-    def gather(gather: Gather, shard: jax.Array) -> jax.Array:
-        # Rows from V on belong to layers outside the pipeline.
-        return gather.gather(shard[:num_repeats], leading=(None, *SET))  # [V, S, L, ...]
-
-    weights = map_gathers(gather, iterations.gathers, layers)
-    return DeviceInputs(weights, side, key_data, num_rows)
-
-
 def _forward(
-    iterations: Iterations, inputs: DeviceInputs, io: jax.Array, *, keep_residuals: bool
+    iterations: Iterations,
+    layers: Params,
+    io: jax.Array,
+    side: SideInputs,
+    key_data: jax.Array | None,
+    *,
+    keep_residuals: bool,
 ) -> ForwardCarry:
     """Run all iterations in order; the residuals are an empty list unless they are kept."""
-    conveyor = iterations.conveyor
+    conveyor, source = iterations.conveyor, _source(iterations, layers)
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
-    state = conveyor.first_state(io, iterations.no_auxiliary())
-    split = _split_stages(iterations, inputs, io) if keep_residuals else None
+    state = conveyor.first_state(io, iterations.program.no_auxiliary())
+    split = _split_stages(iterations, source, io, side, key_data) if keep_residuals else None
     residuals = [_residual_store(iterations, r) for r in split.residuals] if split else []
-    phase = partial(forward_phase, iterations, inputs, split)
-
+    phase = Phases(iterations, side, key_data, split).forward
     # 1. Fill: the stages start on repeat 0.
-    def first(weights: Params) -> ForwardCarry:
-        return phase(ForwardCarry(state, residuals), 0, fill, weights)
+    gather = partial(_gather_repeat, iterations, source)
+    window = _first_window(iterations, gather, state)
+    carry = phase(ForwardCarry(state, residuals), 0, fill, window[0])
 
     # 2. Steady phase of repeat r, then the switch to r + 1.
     def visit(carry: ForwardCarry, r: Index, weights: Params, next_weights: Params) -> ForwardCarry:
         carry = phase(carry, r * M + fill, M - fill, weights)
         return phase(carry, (r + 1) * M, fill, weights, next_weights)
 
-    carry, weights = _visit_repeats(iterations, inputs, state, lambda i: i, first, visit)
+    carry, weights = _visit_repeats(iterations, gather, carry, window, visit)
     # 3. Steady phase of the last repeat, and drain.
     return phase(carry, (V - 1) * M + fill, M, weights)
 
 
 def _backward(
     iterations: Iterations,
-    inputs: DeviceInputs,
-    residuals: list[jax.Array],
+    layers: Params,
+    side: SideInputs,
+    key_data: jax.Array | None,
+    residuals: Arrays,
     io: jax.Array,
     aux: AuxiliaryLosses,
 ) -> tuple[Params, jax.Array]:
@@ -267,67 +211,91 @@ def _backward(
     Returns:
       (float32 gradients of the shards [V + E, S, L, ...], gradient of the conveyor's inputs).
     """
-    conveyor, gathers = iterations.conveyor, iterations.gathers
+    conveyor, source = iterations.conveyor, _source(iterations, layers)
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
-    split = _split_stages(iterations, inputs, io)
+    no_aux, trained = iterations.program.no_auxiliary(), iterations.trained
+    split = _split_stages(iterations, source, io, side, key_data)
     # 1. Turn the gradient of the outputs into the gradient of the last state.
-    last_state = jax.eval_shape(conveyor.first_state, io, iterations.no_auxiliary())
+    last_state = jax.eval_shape(conveyor.first_state, io, no_aux)
     (state,) = transpose(lambda s: (conveyor.outputs(s), s.aux), (last_state,), (io, aux))
-    totals = _float32_zeros(iterations.trained(inputs.weights))
-    phase = partial(backward_phase, iterations, inputs, split, residuals)
+    totals = float32_zeros(trained(source))
+    phase = partial(Phases(iterations, side, key_data, split).backward, residuals)
 
     # 2. Drain: the stages finish repeat V - 1.
-    def first(weights: Params) -> BackwardCarry:
-        start = GradientSums(state, _float32_zeros(iterations.trained(weights)), None)
-        after_drain = phase(start, V * M, fill, weights)
-        return BackwardCarry(after_drain.state, after_drain.sums, totals)
+    def gather(i: Index, after: State) -> Params:
+        return _gather_repeat(iterations, source, V - 1 - i, after)
+
+    window = _first_window(iterations, gather, state)
+    carry = BackwardCarry(state, float32_zeros(trained(window[0])))
+    carry = phase(carry, V * M, fill, window[0])._replace(totals=totals)
 
     # 3. Steady phase of repeat r = V - 1 - i, then the switch into it, where gradients of r - 1
     # begin. After the last gradient of r its sum is stored.
     def visit(carry: BackwardCarry, i: Index, weights: Params, earlier: Params) -> BackwardCarry:
-        r = V - 1 - i
-        steady = GradientSums(carry.state, carry.sums, None)
-        steady = phase(steady, r * M + fill, M - fill, weights)
-        switch = GradientSums(
-            steady.state, steady.sums, _float32_zeros(iterations.trained(earlier))
-        )
-        switch = phase(switch, r * M, fill, weights, earlier)
-        assert switch.earlier is not None
-        totals = _store_gradient(iterations, carry.totals, r, switch.sums)
-        return BackwardCarry(switch.state, switch.earlier, totals)
+        r, totals = V - 1 - i, carry.totals
+        steady = phase(carry._replace(totals=None), r * M + fill, M - fill, weights)
+        start = steady._replace(earlier=float32_zeros(trained(earlier)))
+        switch = phase(start, r * M, fill, weights, earlier)
+        totals = _store_gradient(iterations, totals, r, switch.sums)
+        return BackwardCarry(switch.state, switch.earlier, None, totals)
 
-    carry, weights = _visit_repeats(iterations, inputs, state, lambda i: V - 1 - i, first, visit)
+    carry, weights = _visit_repeats(iterations, gather, carry, window, visit)
     # 4. Steady phase of repeat 0, and fill.
-    gradients = phase(GradientSums(carry.state, carry.sums, None), 0, M, weights)
+    gradients = phase(carry._replace(totals=None), 0, M, weights)
     totals = _store_gradient(iterations, carry.totals, 0, gradients.sums)
     # 5. Reduce what was not reduced repeat by repeat. Layers outside the pipeline have no gradient
     # here.
     if iterations.gather_once:
-        totals = map_gathers(lambda g, x: g.scatter(x, leading=(None, *SET)), gathers, totals)
-        outside = [(0, inputs.num_rows - V)]
+        num_rows = jax.tree.leaves(layers)[0].shape[0]
+        totals = map_gathers(
+            lambda g, x: g.scatter(x, leading=(None, *SET)), iterations.gathers, totals
+        )
+        outside = [(0, num_rows - V)]
         totals = jax.tree.map(lambda x: jnp.pad(x, outside + [(0, 0)] * (x.ndim - 1)), totals)
     # 6. Turn the gradient of the first state into the gradient of the inputs.
     io_shape = jax.ShapeDtypeStruct(io.shape, io.dtype)
-    start = partial(conveyor.first_state, aux=iterations.no_auxiliary())
-    (io,) = transpose(start, (io_shape,), gradients.state)
+    (io,) = transpose(partial(conveyor.first_state, aux=no_aux), (io_shape,), gradients.state)
     return totals, io
+
+
+def _source(iterations: Iterations, layers: Params) -> Params:
+    """Return what repeats are gathered from: with `gather_once` all repeats, gathered already.
+
+    [V + E, S, L, ...] -> the same, or full [V, S, L, ...].
+    """
+    if not iterations.gather_once:
+        return layers
+    num_repeats = iterations.conveyor.num_repeats
+
+    def gather(gather: Gather, shard: jax.Array) -> jax.Array:
+        # Rows from V on belong to layers outside the pipeline.
+        return gather.gather(shard[:num_repeats], leading=(None, *SET))
+
+    return map_gathers(gather, iterations.gathers, layers)
+
+
+def _first_window(
+    iterations: Iterations, gather: Callable[[Index, State], Params], state: State
+) -> Window:
+    # Without the dependence on the state XLA would keep the forward's last set for the backward,
+    # where it is the first.
+    count = min(iterations.lookahead, iterations.conveyor.num_repeats)
+    return tuple(gather(i, state) for i in range(count))
 
 
 def _visit_repeats(
     iterations: Iterations,
-    inputs: DeviceInputs,
-    state: State,
-    repeat_at: Callable[[Index], Index],
-    first: Callable[[Params], Carry],
+    gather: Callable[[Index, State], Params],
+    carry: Carry,
+    window: Window,
     visit: Callable[[Carry, Index, Params, Params], Carry],
 ) -> tuple[Carry, Params]:
     """Visit pairs of neighbouring repeats with their weights, which are gathered ahead.
 
     Args:
-      iterations, inputs: description of the iterations, and the weights to gather from.
-      state: the loop state, or its gradient, before the first visit.
-      repeat_at: function from a position in the order of visits to the repeat.
-      first: function called with the first repeat's weights; returns the carry.
+      gather: function from a position in the order of visits, and the state after which it may
+        start, to the weights of the repeat there.
+      window: the first sets, from `_first_window`.
       visit: function called for i = 0 ... V - 2 with the weights at positions i and i + 1.
 
     Returns:
@@ -335,26 +303,16 @@ def _visit_repeats(
     """
     V, ahead = iterations.conveyor.num_repeats, iterations.lookahead
 
-    def gather(i: Index, state: State) -> Params:
-        return _gather_repeat(iterations, inputs.weights, repeat_at(i), after=state)
-
-    # 1. Gather the first sets. Without the dependence on the state XLA would keep the forward's
-    # last set for the backward, where it is the first.
-    window: tuple[Params, ...] = tuple(gather(i, state) for i in range(min(ahead, V)))
-    carry = first(window[0])
-
-    # 2. As long as there are repeats to gather: gather the next, compute, drop the oldest.
-    def step(
-        carry_and_window: tuple[Carry, tuple[Params, ...]], i: Index
-    ) -> tuple[Carry, tuple[Params, ...]]:
+    # 1. As long as there are repeats to gather: gather the next, compute, drop the oldest.
+    def step(carry_and_window: tuple[Carry, Window], i: Index) -> tuple[Carry, Window]:
         carry = carry_and_window[0]
         sets = (*carry_and_window[1], gather(i + ahead, carry.state))
         return visit(carry, i, sets[0], sets[1]), sets[1:]
 
     num_steps = max(V - ahead, 0)
-    start = (carry, window)
-    carry, window = loop(step, start, 0, num_steps, scan=iterations.scan_repeats)
-    # 3. The last sets are gathered already.
+    scan = iterations.config.scan_repeats
+    carry, window = loop(step, (carry, window), 0, num_steps, scan=scan)
+    # 2. The last sets are gathered already.
     for i in range(num_steps, V - 1):
         carry = visit(carry, i, window[0], window[1])
         window = window[1:]
@@ -362,21 +320,21 @@ def _visit_repeats(
 
 
 def _gather_repeat(
-    iterations: Iterations, weights: Params, repeat: Index, *, after: State | None
+    iterations: Iterations, source: Params, repeat: Index, after: State | None
 ) -> Params:
     """Return the gathered weights of a repeat, [S, L, ...], available no earlier than `after`."""
     if after is not None:
-        weights, _ = lax.optimization_barrier((weights, after))
+        source, _ = lax.optimization_barrier((source, after))
     # [V + E, S, L, ...] -> [S, L, ...]
-    one_repeat = jax.tree.map(
-        lambda p: lax.dynamic_index_in_dim(p, repeat, keepdims=False), weights
-    )
+    one_repeat = jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, repeat, keepdims=False), source)
     if iterations.gather_once:
         return one_repeat
     return map_gathers(lambda g, p: g.gather(p, leading=SET), iterations.gathers, one_repeat)
 
 
-def _store_gradient(iterations: Iterations, totals: Params, repeat: Index, sums: Params) -> Params:
+def _store_gradient(
+    iterations: Iterations, totals: Params | None, repeat: Index, sums: Params
+) -> Params:
     """Store a repeat's gradients [S, L, ...] in the totals, reduced unless `gather_once`."""
     if not iterations.gather_once:
         sums = map_gathers(lambda g, x: g.scatter(x, leading=SET), iterations.gathers, sums)
@@ -385,14 +343,16 @@ def _store_gradient(iterations: Iterations, totals: Params, repeat: Index, sums:
     )
 
 
-def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -> SplitVjp:
+def _split_stages(
+    iterations: Iterations,
+    source: Params,
+    io: jax.Array,
+    side: SideInputs,
+    key_data: jax.Array | None,
+) -> SplitVjp:
     """Trace the stages' work, and split its vjp into forward and backward."""
-    weights = jax.eval_shape(lambda: _gather_repeat(iterations, inputs.weights, 0, after=None))
-    stage_inputs = jax.eval_shape(
-        lambda side, key_data: iterations.inputs_of(0, side, key_data),
-        inputs.side,
-        inputs.key_data,
-    )
+    weights = jax.eval_shape(lambda: _gather_repeat(iterations, source, 0, None))
+    inputs = jax.eval_shape(partial(iterations.inputs_of, 0), side, key_data)
     # [S, K, B, T, D] -> [S, B, T, D]
     x = jax.ShapeDtypeStruct((io.shape[0], *io.shape[2:]), io.dtype)
 
@@ -402,7 +362,7 @@ def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -
         weights, stage_inputs = inputs
         return iterations.stages(x, with_trainable(weights, trained), stage_inputs)
 
-    return SplitVjp(stages, x, *iterations.operands(weights, stage_inputs))
+    return SplitVjp(stages, x, *iterations.operands(weights, inputs))
 
 
 def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
@@ -417,7 +377,8 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
     if residual.memory_space == jax.memory.Space.Host:
         return jax.device_put(jnp.zeros(shape, residual.dtype), jax.memory.Space.Host)
     # A loop over layers saves [L, S, ...].
-    if iterations.scan_layers or not has_stages_first or not is_manual(iterations.mesh):
+    scans = iterations.config.scan_layers_per_stage
+    if scans or not has_stages_first or not is_manual(iterations.mesh):
         return jnp.zeros(shape, residual.dtype)
     own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
     if own == shape:  # every device holds all of it, for its own stage's values
@@ -429,7 +390,3 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
         in_specs=(),
         out_specs=PartitionSpec(None, "stage"),
     )()
-
-
-def _float32_zeros(weights: Params) -> Params:
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)

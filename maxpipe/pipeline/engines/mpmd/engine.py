@@ -7,7 +7,7 @@ with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
-from maxpipe.model.parameters import Params, ParamSpec, trainable, with_trainable
+from maxpipe.model.parameters import Params, trainable, with_trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
@@ -29,12 +29,10 @@ from maxpipe.pipeline.engines.mpmd.staged import (
     ArraysByPath,
     CompiledUnit,
     StagedProgram,
-    by_path,
     local_view,
 )
-from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
-from maxpipe.pipeline.weights import axes_in_use
+from maxpipe.pipeline.weights import gather_of
 
 StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
 ChunkArrays = tuple[jax.Array, ...]  # one layer parameter: for each chunk [its layers, ...]
@@ -85,40 +83,29 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
         self._needs_key = inputs.program.needs_key
         self._losses = ["loss", *inputs.program.auxiliary_names]
-        # 1. Ownership of parameters, and the tree of all parameters. The traced program knows no
-        # stages, so that tree has shapes without shardings.
+        # 1. Ownership of parameters: the owner has the copy that is updated, and other stages get
+        # theirs in every step.
         self.abstract: StageParams = tuple(
             self.model.abstract(stage, mesh) for stage, mesh in enumerate(self.meshes)
         )
-        self._owned = [list(by_path({"params": tree})) for tree in self.abstract]
-        # The owner has the copy that is updated; other stages get theirs in every step.
-        self._owner = {path: stage for stage, paths in enumerate(self._owned) for path in paths}
+        owned = [
+            (s, path, p) for s, t in enumerate(self.abstract) for path, p in _params(t).items()
+        ]
+        self._owner = {path: stage for stage, path, _ in owned}
+        self._specs = {path: p.sharding.spec for _, path, p in owned}
+        # The traced program knows no stages, so its parameters are shapes without shardings.
         self._all_params = jax.tree.map(
             lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), _of_all_stages(self.abstract)
         )
-        self._paths = list(by_path({"params": self._all_params}))
         stages = range(len(self.meshes))
         self._all_specs = _of_all_stages([self.model.specs(stage) for stage in stages])
-        trained = trainable(self._all_specs, self._all_params)
-        self._trained_paths = list(by_path({"params": trained}))
-        specs = self._param_specs()
-        self._specs = dict(zip(self._paths, specs, strict=True))
+        self._trained_paths = list(_params(trainable(self._all_specs, self._all_params)))
         self._rows: RowParallel | None = None
         if manual:
             dtype = inputs.program.config.dtype
-            specs_of: dict[KeyPath, ParamSpec] = dict(
-                jax.tree_util.tree_leaves_with_path({"params": self._all_specs})
-            )
             gathers = {
-                path: Gather(
-                    self._specs[path],
-                    p.dtype,
-                    specs_of[path].compute_dtype(dtype),
-                    manual,
-                    in_use=axes_in_use(inputs.rules, specs_of[path]),
-                    route=inputs.rules.route,
-                )
-                for path, p in by_path({"params": self._all_params}).items()
+                path: gather_of(inputs.rules, spec, dtype, manual, self._specs[path])
+                for path, spec in _params(self._all_specs).items()
             }
             # Equally wide copies of weights that no axis splits would only take memory.
             is_split = any(gather.gathered_axes for gather in gathers.values())
@@ -170,7 +157,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         gradients = []
         for stage, tree in enumerate(self.abstract):
             trained = trainable(self.model.specs(stage), tree)
-            leaves = [sums[stage][output_of[path]] for path in by_path({"params": trained})]
+            leaves = [sums[stage][output_of[path]] for path in _params(trained)]
             gradients.append(jax.tree.unflatten(jax.tree.structure(trained), leaves))
         return metrics, tuple(gradients)
 
@@ -284,17 +271,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.meshes,
             batch_spec=self.batch_spec,
             param_specs=self._specs,
-            # Losses are scalars; a gradient lies as its parameter does.
-            output_specs=[
-                *[PartitionSpec()] * len(self._losses),
-                *(self._specs[path] for path in self._trained_paths),
-            ],
-            needs_key=self._needs_key,
+            outputs=[*[None] * len(self._losses), *self._trained_paths],
             rows=self._rows,
-            output_gathers=[
-                *[None] * len(self._losses),
-                *(self._rows.gathers[path] for path in self._trained_paths if self._rows),
-            ],
+            needs_key=self._needs_key,
             offloaded=self.model.offloaded,
         )
 
@@ -311,32 +290,18 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.meshes,
             batch_spec=self.batch_spec,
             param_specs=self._specs,
-            output_specs=[PartitionSpec()],
-            needs_key=False,
+            outputs=[None],
             rows=self._rows,
-            output_gathers=[None],
         )
-
-    def _param_specs(self) -> list[PartitionSpec]:
-        specs: dict[KeyPath, PartitionSpec] = {}
-        for params in self._by_path(self.abstract):
-            for path, p in params.items():
-                assert isinstance(p.sharding, NamedSharding)
-                specs[path] = p.sharding.spec
-        return [specs[path] for path in self._paths]
-
-    def _by_path(self, params: StageParams) -> list[ArraysByPath]:
-        return [by_path({"params": tree}) for tree in params]
 
     def _arguments(self, params: StageParams, program: StagedProgram) -> list[ArraysByPath]:
         """Return for each stage the parameters that it reads, copies of those that another owns."""
-        owned = self._by_path(params)
+        owned = list(map(_params, params))
 
         def array(path: KeyPath, stage: int) -> jax.Array:
             owner = self._owner[path]
-            return (
-                owned[stage][path] if owner == stage else self._on_stage(owned[owner][path], stage)
-            )
+            x: jax.Array = owned[owner][path]
+            return x if owner == stage else self._on_stage(x, stage)
 
         return [
             {path: array(path, stage) for path in program.needed_params(stage)}
@@ -347,6 +312,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         assert isinstance(x.sharding, NamedSharding)
         (copy,) = send([x], [NamedSharding(self.meshes[stage], x.sharding.spec)])
         return copy
+
+
+def _params(tree: Params) -> dict[KeyPath, Any]:
+    """Return the leaves of parameters, or of a tree like them, by their paths in `Arguments`."""
+    return dict(jax.tree_util.tree_leaves_with_path({"params": tree}))
 
 
 def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from maxpipe.model import parameters
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import Params, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import (
     Remat,
@@ -30,8 +30,8 @@ from maxpipe.pipeline.chunk import (
 )
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, metrics_of, sum_of
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
-from maxpipe.pipeline.weights import Weights, axes_in_use
+from maxpipe.pipeline.manual import GatherTree, gather_tree
+from maxpipe.pipeline.weights import Weights, gather_of
 
 TreeT = TypeVar("TreeT")
 StageTree: TypeAlias = dict[str, TreeT | dict[int, TreeT]]
@@ -71,7 +71,8 @@ class MarkedModel:
         ]
         self._gathers: dict[str, GatherTree] | None = None
         if manual and inputs.config.fsdp_gather != "once":
-            self._gathers = map_specs(partial(self._gather, manual), inputs.program.specs)
+            gather = partial(gather_of, inputs.rules, dtype=inputs.program.config.dtype)
+            self._gathers = map_specs(partial(gather, manual=manual), inputs.program.specs)
         # Chunks hold consecutive layers in model order: each ends at the sum of the sizes so far.
         self.layer_index = tuple(
             np.arange(end - size, end, dtype=np.int32)
@@ -199,12 +200,6 @@ class MarkedModel:
         if self._gathers is not None:
             outer = {name: gather_tree(self._gathers[name], outer[name]) for name in outer}
         return self._weights[0].gather_outer(self._program.cast(outer))
-
-    def _gather(self, manual: Collection[str], spec: ParamSpec) -> Gather:
-        pspec = self._rules.spec(spec.axes, spec.shape)
-        dtype = spec.compute_dtype(self._program.config.dtype)
-        in_use, route = axes_in_use(self._rules, spec), self._rules.route
-        return Gather(pspec, spec.dtype, dtype, manual, in_use=in_use, route=route)
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

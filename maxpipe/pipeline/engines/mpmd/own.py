@@ -291,7 +291,6 @@ class PipelinedProgram(Generic[ResultT]):
         return self._reduced(self._runner.run(fixed, varying, sums))
 
     def _varying(self, stage: int) -> list[Var]:
-        """Return the inputs on a stage that differ between microbatches, in order."""
         return [v for v in self._layouts[stage] if self._inputs[v].varies]
 
     def _prepare_stage(self, stage: int) -> jax.stages.Wrapped:
@@ -362,7 +361,6 @@ class PipelinedProgram(Generic[ResultT]):
 
 
 def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> int:
-    """Return the first stage that reads an input; the first of all if none does."""
     readers = (name for name, c in sliced.computations.items() if v in c.arguments)
     return stage_of_chunk[next((name.chunk for name in readers), 0)]
 

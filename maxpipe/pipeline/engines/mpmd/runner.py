@@ -188,7 +188,6 @@ class LiveValues:
         return len(self.arrays)
 
     def add(self, values: Sequence[Var], arrays: Sequence[jax.Array], microbatch: int) -> None:
-        """Hold the arrays of one microbatch until their last use."""
         for v, x in zip(values, self._offloading.away(values, arrays), strict=True):
             self.arrays[v, microbatch] = x
             self._uses_left[v, microbatch] = self._num_uses[v]

@@ -8,7 +8,6 @@ Letters: M microbatches, B sequences of the global batch, T tokens of each.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from hashlib import sha256
@@ -32,7 +31,6 @@ from maxpipe.pipeline.engines.mpmd.row_parallel import DeviceParts, RowParallel,
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums, sent_spec
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
-from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 
@@ -52,20 +50,6 @@ class Arguments(TypedDict):
     micro: Batch
     scales: tuple[jax.Array, jax.Array]
     key: jax.Array | None
-
-
-class StepInputs(NamedTuple):
-    """What one stage needs before its first unit.
-
-    Attributes:
-      shared: what it reads of "scales" and "key".
-      micro: for each microbatch, what it reads of "micro".
-      zeros: the start of the sum of each output of the function to which the stage adds.
-    """
-
-    shared: list[jax.Array]
-    micro: list[list[jax.Array]]
-    zeros: dict[int, jax.Array]
 
 
 class CompiledUnit(NamedTuple):
@@ -89,19 +73,6 @@ class NotCompiled(Exception):
     def __init__(self, name: UnitName, reason: str):
         super().__init__(f"{name}: {reason}")
         self.name, self.reason = name, reason
-
-
-@contextmanager
-def _compiling(name: UnitName) -> Iterator[None]:
-    """Name the computation that a compiler's error is about.
-
-    Raises:
-      NotCompiled: the compiler rejects it.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise NotCompiled(name, str(error)) from None
 
 
 class UnitCompiler:
@@ -135,10 +106,10 @@ class StagedProgram:
       batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
       batch_spec: layout of batches.
       param_specs: layouts of the parameters.
-      output_specs: layouts of the outputs' sums.
-      needs_key: whether "key" is the data of a PRNG key, and not None.
+      outputs: for each output the path of the parameter whose gradient it is and as which it lies,
+        or None for a scalar.
       rows: how the devices of a stage share rows; None if they do not.
-      output_gathers: with `rows`, for each gradient its parameter's `Gather`, for a loss None.
+      needs_key: whether "key" is the data of a PRNG key, and not None.
       offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
@@ -156,10 +127,9 @@ class StagedProgram:
         *,
         batch_spec: PartitionSpec,
         param_specs: Mapping[KeyPath, PartitionSpec],
-        output_specs: Sequence[PartitionSpec],
-        needs_key: bool,
-        rows: RowParallel | None = None,
-        output_gathers: Sequence[Gather | None] = (),
+        outputs: Sequence[KeyPath | None],
+        rows: RowParallel | None,
+        needs_key: bool = False,
         offloaded: Collection[str] = (),
     ):
         self._num_microbatches = table.num_microbatches
@@ -194,17 +164,21 @@ class StagedProgram:
         self._specs = {v: specs.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         # 3. Prepare the stages.
         self._parts: DeviceParts | None = None
+        self._sum_specs = [
+            PartitionSpec() if path is None else param_specs[path] for path in outputs
+        ]
         if rows is not None:
-            outputs = zip(output_specs, output_gathers, strict=True)
-            totals = [total_of(spec, gather, rows, mesh) for spec, gather in outputs]
+            totals = [
+                total_of(spec, None if path is None else rows.gathers[path], rows, mesh)
+                for spec, path in zip(self._sum_specs, outputs, strict=True)
+            ]
             self._parts = DeviceParts(rows, mesh, self._specs, self._path_of, totals)
-            output_specs = [total.stacked for total in totals]
+            self._sum_specs = [total.stacked for total in totals]
         shapes = map(shape_of, traced.jaxpr.outvars)
         self._sum_shapes = [
             x.shape if self._parts is None else self._parts.running_sum(output, x).shape
             for output, x in enumerate(shapes)
         ]
-        self._sum_specs = list(output_specs)
         self._table = table
         self._offloaded = named_residuals(self.program, offloaded)
         self._place(meshes)
@@ -252,7 +226,6 @@ class StagedProgram:
         return [v for v, path in self._path_of.items() if v in inputs and path[0] in parts]
 
     def needed_params(self, stage: int) -> list[KeyPath]:
-        """Return the paths of the parameters that a stage reads."""
         return [self._path_of[v] for v in self._params[stage]]
 
     def run(
@@ -286,12 +259,12 @@ class StagedProgram:
                 continue
             # Each stage cuts microbatches out of its own copy of the batch, so none is sent.
             local = {name: local_view(x, mesh) for name, x in batch.items()}
-            inputs = StepInputs(*self._prepare[stage](local, keys[stage]))
+            shared, micro, zeros = self._prepare[stage](local, keys[stage])
             # Parameters go to the units as they are, without a copy.
             arrays = {v: params[stage][self._path_of[v]] for v in self._params[stage]}
-            fixed.append(arrays | dict(zip(self._shared[stage], inputs.shared, strict=True)))
-            varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
-            sums.append(inputs.zeros)
+            fixed.append(arrays | dict(zip(self._shared[stage], shared, strict=True)))
+            varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in micro])
+            sums.append(zeros)
         return self.runner.run(fixed, varying, sums, observe, clocks)
 
     def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
@@ -321,20 +294,26 @@ class StagedProgram:
         Raises:
           NotCompiled: the compiler rejects the next one.
         """
-        specs, compiler = dict(self._specs), UnitCompiler()
+        specs, compiler, runner = dict(self._specs), UnitCompiler(), self.runner
 
         def is_wanted(name: UnitName) -> bool:
             return names is None or name in names
 
+        def compiled_unit(name: UnitName, lowered: jax.stages.Lowered) -> CompiledUnit:
+            stage = self._stage_of_chunk[name.chunk]
+            try:
+                return CompiledUnit(stage, name, compiler.compile(lowered, self._meshes[stage]))
+            except jax.errors.JaxRuntimeError as error:
+                raise NotCompiled(name, str(error)) from None
+
         for name in self.program.computations:
-            stage, executable = self._stage_of_chunk[name.chunk], self.runner.executables[name]
+            stage, executable = self._stage_of_chunk[name.chunk], runner.executables[name]
             mesh = self._meshes[stage]
             # The first unit of a chunk is its forward; its weights have to be there by then.
             gather = UnitName("gather", name.chunk)
-            if name.kind == "F" and name.chunk in self.runner.gathers and is_wanted(gather):
-                with _compiling(gather):
-                    compiled = self._compiled_gather(name.chunk, compiler)
-                yield CompiledUnit(stage, gather, compiled)
+            if name.kind == "F" and name.chunk in runner.gathers and is_wanted(gather):
+                inputs, run = runner.gathers[name.chunk]
+                yield compiled_unit(gather, run.lower([self._shard(v, mesh) for v in inputs]))
             if not is_wanted(name):
                 for v in executable.writes:
                     specs[v] = sent_spec(self.program, v, self._parts)
@@ -346,35 +325,21 @@ class StagedProgram:
                 [self._input(v, specs, mesh) for v in executable.fixed],
                 [self._input(v, specs, mesh) for v in executable.varying],
             )
-            with _compiling(name):
-                compiled = compiler.compile(lowered, mesh)
+            unit = compiled_unit(name, lowered)
             # Later computations read these values in the layout that XLA has chosen for them.
-            _, written, _ = compiled.output_shardings
+            _, written, _ = unit.compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
                 specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
             offloaded = sum(_device_bytes(self._value(v, specs, mesh)) for v in executable.moved)
-            yield CompiledUnit(stage, name, compiled, offloaded)
-        for chunk, (outputs, reduce) in self.runner.reductions.items():
-            name = UnitName("reduce", chunk)
-            if not is_wanted(name):
-                continue
-            stage = self._stage_of_chunk[chunk]
-            lowered = reduce.lower([self._sum(stage, output) for output in outputs])
-            with _compiling(name):
-                compiled = compiler.compile(lowered, self._meshes[stage])
-            yield CompiledUnit(stage, name, compiled)
+            yield unit._replace(offloaded=offloaded)
+        for chunk, (outputs, run) in runner.reductions.items():
+            if is_wanted(name := UnitName("reduce", chunk)):
+                sums = [self._sum(self._stage_of_chunk[chunk], output) for output in outputs]
+                yield compiled_unit(name, run.lower(sums))
 
-    def _compiled_gather(self, chunk: int, compiler: UnitCompiler) -> jax.stages.Compiled:
-        inputs, gather = self.runner.gathers[chunk]
-        mesh = self._meshes[self._stage_of_chunk[chunk]]
-        at_rest = [self._at_rest[self._path_of[v]] for v in inputs]
-        lowered = gather.lower(
-            [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-                for x, spec in at_rest
-            ]
-        )
-        return compiler.compile(lowered, mesh)
+    def _shard(self, v: Var, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        x, spec = self._at_rest[self._path_of[v]]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     def _sum(self, stage: int, output: int) -> jax.ShapeDtypeStruct:
         sharding = self._sum_shardings[stage][output]
@@ -400,7 +365,11 @@ class StagedProgram:
         return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
 
     def _prepare_stage(self, stage: int) -> jax.stages.Wrapped:
-        """Return a program (batch, key) -> `StepInputs` for the start of a step on one stage."""
+        """Return a program (batch, key) -> what one stage needs before its first unit.
+
+        These are what it reads of "scales" and "key", for each microbatch what it reads of "micro",
+        and the start of the sum of each output to which it adds.
+        """
         outputs = sorted(self.runner.outputs[stage])
         shared_paths = [self._path_of[v] for v in self._shared[stage]]
         micro_paths = [self._path_of[v] for v in self._micro[stage]]
@@ -424,7 +393,6 @@ class StagedProgram:
 
 
 def _device_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array on one of its devices."""
     assert isinstance(x.sharding, NamedSharding)
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 

@@ -82,12 +82,10 @@ def write(store: jax.Array | None, slot: PlanArray, value: jax.Array) -> jax.Arr
 
 
 def read_all(stores: Sequence[jax.Array], slot: PlanArray) -> Arrays:
-    """Return slot `slot` of each store."""
     return [read(store, slot) for store in stores]
 
 
 def write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax.Array]) -> Arrays:
-    """Return the stores with one slot of each overwritten by its value."""
     return [write(store, slot, value) for store, value in zip(stores, values, strict=True)]
 
 
@@ -110,11 +108,6 @@ def add_to_layers(
     else:
         totals = jax.tree.map(add_at(chunk), totals, gradients)
     return carry._replace(layer_gradients=totals)
-
-
-def add(total: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the sum in the dtype of `total`."""
-    return total + g.astype(total.dtype)
 
 
 def add_auxiliary(total: AuxiliaryLosses, more: AuxiliaryLosses) -> AuxiliaryLosses:

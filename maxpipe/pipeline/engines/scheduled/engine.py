@@ -42,7 +42,14 @@ from maxpipe.pipeline.chunk import (
     layer_function,
     remat_policy,
 )
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine, metrics_of
+from maxpipe.pipeline.engines.base import (
+    Batch,
+    EngineInputs,
+    Metrics,
+    SpmdEngine,
+    float32_zeros,
+    metrics_of,
+)
 from maxpipe.pipeline.engines.scheduled.carry import Carry, filled
 from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
     ChunkInputs,
@@ -77,7 +84,7 @@ from maxpipe.pipeline.manual import (
 )
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
-from maxpipe.pipeline.weights import axes_in_use, for_use, spec_for_use, with_outside
+from maxpipe.pipeline.weights import for_use, gather_of, spec_for_use, with_outside
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -202,10 +209,8 @@ class ScheduledEngine(SpmdEngine):
         )
 
     def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
-        rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
-        at_rest = at_rest or rules.spec(spec.axes, spec.shape)
-        in_use = axes_in_use(rules, spec)
-        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, route=rules.route)
+        dtype = self._program.config.dtype
+        return gather_of(self._inputs.rules, spec, dtype, at_rest=at_rest)
 
     @property
     def _head_parts(self) -> tuple[str, ...]:
@@ -224,7 +229,6 @@ class ScheduledEngine(SpmdEngine):
 
     @property
     def _loops(self) -> bool:
-        """Return whether the layers of a chunk run as a loop."""
         is_loop = self._inputs.config.scan_layers_per_stage
         return is_loop and self._layout.layers_per_stage > 1
 
@@ -317,17 +321,17 @@ class ScheduledEngine(SpmdEngine):
         # [V + E, 1, L, ...] -> [V, L, ...], what chunks read
         layers = jax.tree.map(lambda p: p[: self._layout.num_repeats, 0], params["layers"])
         if self._layers_once:
-            layers = self._whole("layers", layers)
+            layers = self._once(Gather.gather, "layers", layers)
         outer, before_weights = self._outer(params), {}
         if self._before:
             outside = params["outside"] if self._layout.outside_first else {}
             before_weights = {"first": params["first"], "outside": outside}
         after = None if self._layout.outside_first else self._outside
         if self._gather_once:
-            outer = {name: self._whole(name, part) for name, part in outer.items()}
-            before_weights = {
-                n: self._whole(n, part) if part else part for n, part in before_weights.items()
-            }
+            outer, before_weights = (
+                {name: self._once(Gather.gather, name, part) for name, part in parts.items()}
+                for parts in (outer, before_weights)
+            )
         embedding = self._program.specs["embed"]["embedding"]
         # Each device has all rows of the table, the vocabulary; columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
@@ -356,21 +360,14 @@ class ScheduledEngine(SpmdEngine):
             aux_scale=scales[1],
         )
 
-    def _whole(self, name: str, params: Params) -> Params:
-        """Return a part of the parameters in full, for the whole step; not differentiable."""
-        return map_gathers(
-            lambda gather, p: gather.gather(p, leading=_LEADING.get(name, ())),
-            self._gathers[name],
-            params,
-        )
+    def _once(self, move: Callable[..., jax.Array], name: str, part: Params) -> Params:
+        """Move a part of the parameters, or of their gradients, once a step.
 
-    def _scattered(self, name: str, gradients: Params) -> Params:
-        """Return this device's shards of the gradients of what `_whole` returns."""
-        return map_gathers(
-            lambda gather, g: gather.scatter(g, leading=_LEADING.get(name, ())),
-            self._gathers[name],
-            gradients,
-        )
+        `Gather.gather` makes shards whole, not differentiably; `Gather.scatter` sums the gradients
+        of what it returned.
+        """
+        leading = _LEADING.get(name, ())
+        return part and map_gathers(lambda g, x: move(g, x, leading), self._gathers[name], part)
 
     def _activation(self, stage: StageProgram) -> jax.ShapeDtypeStruct:
         """Return the shape of a microbatch's activation, [B, T, D]."""
@@ -391,8 +388,7 @@ class ScheduledEngine(SpmdEngine):
 
         def zeros(parts: Params) -> Params:
             # Frozen parameters have no sums, so nothing of theirs is added up or sent.
-            trained = self._trained(parts)
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+            return float32_zeros(self._trained(parts))
 
         ends = {"layers": stage.layers, "embed": {"embedding": stage.embedding_table}}
         sums = zeros(ends) if vjp else None
@@ -422,9 +418,9 @@ class ScheduledEngine(SpmdEngine):
         shared: dict[str, Params] = {"first": {}, "outside": {}}
         shared |= before | outer
         if self._layers_once:
-            layers = self._scattered("layers", layers)
+            layers = self._once(Gather.scatter, "layers", layers)
         if self._gather_once:
-            shared = {n: self._scattered(n, part) if part else part for n, part in shared.items()}
+            shared = {n: self._once(Gather.scatter, n, part) for n, part in shared.items()}
         # Layers differ between stages.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
         outside_rows = self._layout.shape[0] - self._layout.num_repeats

@@ -16,7 +16,7 @@ from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import ROW_AXES, is_manual, manual_part
 from maxpipe.pipeline.weights import spec_for_use
 from maxpipe.sharding.collectives import CONTEXT_AXIS
-from maxpipe.sharding.rules import AXIS_RULES_KEY
+from maxpipe.sharding.rules import AXIS_RULES_KEY, axes_of
 
 
 def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
@@ -39,46 +39,30 @@ def check_rules(engine_inputs: EngineInputs) -> None:
         does.
     """
     rules, shape = engine_inputs.rules, engine_inputs.mesh.shape
-    problems = []
-
-    # 1. Rows of a batch lie over all row axes that have several devices. Losses and gradients are
-    # summed over these axes, so a row on two devices would count twice.
-    row_axes = [axis for axis in ROW_AXES if shape[axis] > 1]
-    axes = _manual_axes(rules.spec(("activation_batch",)))
-    if axes != set(row_axes):
-        problems.append(
-            f"the scheduled engine splits rows over {_names(row_axes)}, but activation_batch lays "
-            f"them over {_names(axes)}; use [activation_batch, [{', '.join(row_axes)}]]"
-        )
-
-    # 2. Tokens of a sequence lie over context alone: attention gathers over no other manual axis.
-    axes = _manual_axes(rules.spec(("activation_length",))) - {CONTEXT_AXIS}
-    if axes:
-        problems.append(
-            f"the scheduled engine splits sequences over {CONTEXT_AXIS} alone, but "
-            f"activation_length lays them over {_names(axes)}; use [activation_length, "
-            f"[{CONTEXT_AXIS}]]"
-        )
-
-    # 3. Layers lie over stage, and repeats and the layers of a chunk over nothing: a device loops
-    # over all V x L layers of its stage.
-    for name in LAYER_AXES:
-        required = [name] if name == "stage" and shape["stage"] > 1 else []
-        axes = _manual_axes(rules.spec((name,)))
-        if axes != set(required):
-            problems.append(
-                f"the scheduled engine lays axis {name!r} over {_names(required)}, not "
-                f"{_names(axes)}; use [{name}, [{', '.join(required)}]]"
-            )
-
-    # 4. Rows of the embedding table, its vocabulary, lie over no manual axis: every device looks up
+    required = {
+        # Losses and gradients are summed over these, so a row on two devices would count twice.
+        "activation_batch": [axis for axis in ROW_AXES if shape[axis] > 1],
+        # A device loops over all V x L layers of its stage.
+        **{name: [name] if name == "stage" and shape[name] > 1 else [] for name in LAYER_AXES},
+    }
+    laid = {name: axes_of(manual_part(rules.spec((name,)))) for name in required}
+    # Attention gathers over no other manual axis; without that one each device has all tokens.
+    tokens = axes_of(manual_part(rules.spec(("activation_length",))))
+    if not tokens <= {CONTEXT_AXIS}:
+        required["activation_length"], laid["activation_length"] = [CONTEXT_AXIS], tokens
+    problems = [
+        f"the scheduled engine lays {name} over {_names(axes)}, not {_names(laid[name])}; use "
+        f"[{name}, [{', '.join(axes)}]]"
+        for name, axes in required.items()
+        if laid[name] != set(axes)
+    ]
+    # Rows of the embedding table, its vocabulary, lie over no manual axis: every device looks up
     # any token, in its own columns.
     table = engine_inputs.program.specs["embed"]["embedding"]
-    axes = _manual_axes(PartitionSpec(rules.spec(table.axes, table.shape)[0]))
-    if axes:
+    if split := axes_of(manual_part(PartitionSpec(rules.spec(table.axes, table.shape)[0]))):
         problems.append(
-            f"the scheduled engine spreads the columns of the embedding table over {_names(axes)}, "
-            f"not its rows; take these mesh axes from {table.axes[0]!r} and give them to "
+            f"the scheduled engine spreads columns of the embedding table over {_names(split)}, "
+            f"not rows; take these mesh axes from {table.axes[0]!r} and give them to "
             f"{table.axes[1]!r}"
         )
     if problems:
@@ -138,13 +122,6 @@ def param_specs(engine_inputs: EngineInputs) -> Params:
         "layers": map_specs(layer, specs["layers"]),
         "outside": map_specs(outside, specs["layers"]) if has_outside else {},
     }
-
-
-def _manual_axes(spec: PartitionSpec) -> set[str]:
-    (entry,) = manual_part(spec)
-    if isinstance(entry, tuple):
-        return set(entry)
-    return {entry} if entry else set()
 
 
 def _names(axes: Iterable[str]) -> str:

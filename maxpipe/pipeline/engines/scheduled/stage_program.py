@@ -43,10 +43,9 @@ from jax import lax
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch
+from maxpipe.pipeline.engines.base import Batch, add
 from maxpipe.pipeline.engines.scheduled.carry import (
     Carry,
-    add,
     add_auxiliary,
     add_to_layers,
     filled,

@@ -201,11 +201,9 @@ def lockstep_plan(table: Table) -> LockstepPlan:
 
     # 1. F slot. Only the first chunk of the model does not read the activation store. A value is
     # read at the end of its lifetime, and the transfer that brings it runs in the tick before.
-    active, microbatch, chunk = _units(table, "F")
+    active, _, chunk = unit = _units(table, "F")
     f_slot = ForwardSlot(
-        active=active,
-        microbatch=microbatch,
-        chunk=chunk,
+        *unit,
         embeds=active & (table.global_chunk(chunk, np.arange(table.num_stages)) == 0),
         reads=_slots_at(table, activations, activations.last),
         residuals=_slots_of(table, stores.residuals, "F"),
@@ -215,12 +213,10 @@ def lockstep_plan(table: Table) -> LockstepPlan:
     # 2. B slot. A gradient of the head is in the gradient store only if a later tick reads it.
     is_from_head = gradients.global_chunk == table.num_chunks - 1
     reads = _slots_at(table, gradients, gradients.last)
-    active, microbatch, chunk = _units(table, backward)
+    unit = _units(table, backward)
     b_slot = BackwardSlot(
-        active=active,
-        microbatch=microbatch,
-        chunk=chunk,
-        from_head=active & (reads == sizes.gradients),
+        *unit,
+        from_head=unit[0] & (reads == sizes.gradients),
         reads=reads,
         residuals=_slots_of(table, stores.residuals, backward),
         stash=_slots_of(table, stores.stash, "I"),
@@ -228,11 +224,8 @@ def lockstep_plan(table: Table) -> LockstepPlan:
     )
 
     # 3. W slot. It reads the residuals a second time: an I frees none of them.
-    active, microbatch, chunk = _units(table, "W")
     w_slot = WeightSlot(
-        active=active,
-        microbatch=microbatch,
-        chunk=chunk,
+        *_units(table, "W"),
         residuals=_slots_of(table, stores.residuals, "W"),
         stash=_slots_of(table, stores.stash, "W"),
     )
