@@ -111,17 +111,17 @@ def compare(
         for index, text_of in texts.items():
             holders[text_of.get(key, "missing")] += same if index == 0 else [index]
         if len(holders) > 1:
-            letters = zip(*holders, strict=False)
-            first = sum(1 for _ in itertools.takewhile(lambda same: len({*same}) == 1, letters))
-            sides = "; ".join(f"{_cut(text, first)} in {_named(p)}" for text, p in holders.items())
+            # Long texts are cut around their first difference.
+            columns = zip(*holders, strict=False)
+            first = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
+            start = max(first - _SHOWN_BEFORE, 0)
+            sides = "; ".join(f"{_cut(text, start)} in {_named(p)}" for text, p in holders.items())
             remedy = "start all processes with the same command, code and data"
             differences.append((key, f"the processes of this run differ: {sides}; {remedy}"))
     return differences
 
 
-def _cut(text: str, first: int) -> str:
-    """Return at most `_VALUE_LENGTH` characters of a text, among them its first difference."""
-    start = first - _SHOWN_BEFORE if first > _VALUE_LENGTH - _SHOWN_BEFORE else 0
+def _cut(text: str, start: int) -> str:
     stop = start + _VALUE_LENGTH
     return f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}"
 

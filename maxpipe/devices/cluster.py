@@ -130,12 +130,9 @@ def coordinator_variables() -> tuple[str, int, int] | None:
         raise ConfigError(Problem("", message))
     address = env["JAX_COORDINATOR_ADDRESS"]
     host, _, port = address.rpartition(":")
-    is_port = port.isdecimal() and 1 <= int(port) <= 65535
-    if not is_port or not host.strip("[]"):
-        lacking = "host" if is_port else "port"
+    if not (port.isdecimal() and 1 <= int(port) <= 65535 and host.strip("[]")):
         message = (
-            f"JAX_COORDINATOR_ADDRESS={address} names no {lacking}: set it to HOST:PORT, with a "
-            "port from 1 to 65535"
+            f"JAX_COORDINATOR_ADDRESS={address}: must be HOST:PORT, with a port from 1 to 65535"
         )
         raise ConfigError(Problem("", message))
     count, index = _integer("JAX_NUM_PROCESSES", 1), _integer("JAX_PROCESS_ID", 0)

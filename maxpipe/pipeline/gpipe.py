@@ -103,8 +103,8 @@ def execute_pipeline(
       every device the result.
 
     Raises:
-      ValueError: the call is not inside a `shard_map` over that axis, `x` is a scalar, M does not
-        divide B, the module's result is not like its input, or the module would change its own
+      ValueError: the call is not inside a `shard_map` over that axis, M does not divide B, the
+        module's result is not like its input, or the module would change its own
         state.
 
     Example:
@@ -133,18 +133,12 @@ def execute_pipeline(
 
 
 def _microbatches(x: jax.Array, num_microbatches: int) -> jax.Array:
-    """Return a batch [B, ...] as [M, B / M, ...].
-
-    Raises:
-      ValueError: the batch is a scalar, or M does not divide B.
-    """
+    """Return a batch [B, ...] as [M, B / M, ...]."""
     x = jnp.asarray(x)
-    if not x.ndim:
-        raise ValueError("the batch is a scalar; pass an array whose first dimension is its rows")
-    if num_microbatches < 1 or x.shape[0] % num_microbatches:
+    rows = x.shape[0] if x.ndim else 0
+    if num_microbatches < 1 or not rows or rows % num_microbatches:
         raise ValueError(
-            f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} "
-            "rows here"
+            f"num_microbatches={num_microbatches} must divide the batch's rows, {rows} here"
         )
     return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
@@ -273,24 +267,15 @@ def _pure(
       ValueError: a Linen module is not bound or would change its own state.
     """
     if isinstance(module, nnx.Module):
-        stage = _pure_nnx(module, index)
-        _advance_counts(module)
-    elif isinstance(module, nn.Module):
-        stage = _pure_linen(module, x, index, args, kwargs)
-    else:
-        stage = _without_microbatch(module)
-    return stage
+        return _pure_nnx(module, index)
+    if isinstance(module, nn.Module):
+        return _pure_linen(module, x, index, args, kwargs)
+    # Keyword arguments may be called like parameters of any function here.
+    return lambda microbatch, /, *args, **kwargs: module(*args, **kwargs)
 
 
 def _with_keywords(kwargs: dict[str, Any]) -> Callable[..., Any]:
     return lambda module, *args: module(*args, **kwargs)
-
-
-def _without_microbatch(function: Stage) -> PureStage:
-    def stage(microbatch: jax.Array, /, *args: object, **kwargs: object) -> jax.Array:
-        return function(*args, **kwargs)
-
-    return stage
 
 
 def _pure_linen(
@@ -325,13 +310,9 @@ def _pure_linen(
         method = _with_keywords(kwargs)
         return unbound.apply(variables, *args, rngs=rngs, mutable=mutable, method=method)
 
+    trial = partial(apply, mutable or [], jnp.int32(0))
     try:
-        changed = {}
-        if mutable:
-            trial = partial(apply, mutable, jnp.int32(0))
-            _, changed = jax.eval_shape(lambda x: trial(x, *args, **kwargs), x)
-        else:
-            jax.eval_shape(lambda x: apply(False, jnp.int32(0), x, *args, **kwargs), x)
+        _, changed = jax.eval_shape(lambda x: trial(x, *args, **kwargs), x)
     except flax.errors.ModifyScopeVariableError as error:
         raise ValueError(_STATE_CHANGES.format(f"{type(module).__name__} does: {error}")) from None
     lost = sorted(name for name in changed if name != "params" and jax.tree.leaves(changed[name]))
@@ -343,8 +324,12 @@ def _pure_linen(
 
 def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
     """Return an NNX module as a function whose keys depend on microbatch and stage."""
-    graph, *states = nnx.split(module, nnx.RngState, ...)
-    rng_state, other_state = states
+    graph, rng_state, other_state = nnx.split(module, nnx.RngState, ...)
+    # One draw is counted for every stream, so that the next call differs. A module from outside the
+    # traced function cannot be changed, and keeps its counts.
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.RngCount) and variable._can_update:
+            variable[...] += 1
 
     def stage(microbatch: jax.Array, /, *args: object, **kwargs: object) -> jax.Array:
         def fold(variable: nnx.Variable) -> nnx.Variable:
@@ -364,16 +349,6 @@ def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
     return stage
 
 
-def _advance_counts(module: nnx.Module) -> None:
-    """Count one draw from every stream of an NNX module, so that the next call differs.
-
-    A module from outside the traced function cannot be changed and keeps its counts.
-    """
-    for _, variable in nnx.iter_graph(module):
-        if isinstance(variable, nnx.RngCount) and variable._can_update:
-            variable[...] += 1
-
-
 def _folded(key: jax.Array, microbatch: jax.Array, stage: jax.Array) -> jax.Array:
     def fold(key: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, microbatch), stage)
@@ -389,8 +364,7 @@ def _stacked(tree: Any, axis: str) -> Any:
     def stack(leaf: Any) -> Any:
         if not isinstance(leaf, nn.meta.AxisMetadata):
             return leaf[None]
-        box = leaf.replace_boxed(_value(leaf)[None])
-        return box.add_axis(0, {nn.PARTITION_NAME: axis})
+        return leaf.replace_boxed(_value(leaf)[None]).add_axis(0, {nn.PARTITION_NAME: axis})
 
     return jax.tree.map(stack, tree, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
 
@@ -399,8 +373,7 @@ def _unstacked(tree: Any, axis: str) -> Any:
     def unstack(leaf: Any) -> Any:
         if not isinstance(leaf, nn.meta.AxisMetadata):
             return leaf[0]
-        box = leaf.replace_boxed(_value(leaf)[0])
-        return box.remove_axis(0, {nn.PARTITION_NAME: axis})
+        return leaf.replace_boxed(_value(leaf)[0]).remove_axis(0, {nn.PARTITION_NAME: axis})
 
     return jax.tree.map(unstack, tree, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
 
@@ -412,18 +385,12 @@ def _value(box: nn.meta.AxisMetadata) -> Any:
 
 def _check_result(result: object, x: jax.Array) -> None:
     # The result itself: a stateful module cannot be called once more, within a trace of the call.
-    abstract = jax.eval_shape(lambda result: result, result)
-    if not isinstance(abstract, jax.ShapeDtypeStruct) or (abstract.shape, abstract.dtype) != (
-        x.shape,
-        x.dtype,
-    ):
-        shape = getattr(abstract, "shape", type(abstract).__name__)
-        dtype = getattr(abstract, "dtype", "")
-        message = (
+    got = jax.eval_shape(lambda result: result, result)
+    if getattr(got, "shape", None) != x.shape or getattr(got, "dtype", None) != x.dtype:
+        raise ValueError(
             f"a stage must return an array like its input, {x.shape} {x.dtype}, since it is the "
-            "next one's input"
+            f"next one's input; got {got}"
         )
-        raise ValueError(f"{message}; got {shape} {dtype}".rstrip())
 
 
 def _varying_like(iterate: Callable[..., object], x: jax.Array) -> jax.Array:

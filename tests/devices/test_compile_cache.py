@@ -1,8 +1,4 @@
-"""The persistent compilation cache: its directory, and what is damaged in it."""
-
-import sys
-import warnings
-import zlib
+"""The persistent compilation cache: its directory, and when there is none."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +6,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxpipe.config import Config, replace
-from maxpipe.devices.compile_cache import compile_cache, remove_damaged, start_compile_cache
+from maxpipe.devices.compile_cache import compile_cache, start_compile_cache
 
 
 def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
@@ -68,32 +64,12 @@ class TestCompileCache:
             said = f"nothing is cached: {cache} cannot be written (compile.cache_dir)\n"
             assert capsys.readouterr().out == said
 
-    def test_damaged_entry_is_replaced_and_said_in_one_line(
-        self, monkeypatch, tmp_path, capsys, warned
-    ):
-        """JAX itself would warn at every start, and keep the damaged entry."""
-        monkeypatch.setenv("NPROC", "128")
-        jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        entry = compile_doubling(tmp_path)
-        sound = entry.read_bytes()
-        entry.write_bytes(sound[: len(sound) // 2])
-        assert compile_doubling(tmp_path) == entry
-        assert len(entry.read_bytes()) > len(sound) // 2
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith(f"an entry of {tmp_path} was damaged and is removed: jit_doubled is")
-        compile_doubling(tmp_path)
-        assert capsys.readouterr().out == ""
-        assert warned == []
-
     def test_each_run_of_a_program_has_the_cache_of_its_own_configuration(
-        self, monkeypatch, tmp_path, warned
+        self, monkeypatch, tmp_path
     ):
         monkeypatch.setenv("NPROC", "128")
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
-        before = warnings.showwarning
         for number, place in enumerate(("off", "a", "b", "off", "a")):
             cache = place if place == "off" else str(tmp_path / place)
             start_compile_cache(replace(Config(), **{"compile.cache_dir": cache}))
@@ -101,47 +77,3 @@ class TestCompileCache:
             jax.jit(lambda x, n=number: n * x + 1).lower(jnp.ones(3)).compile()
         stored = {place: [*(tmp_path / place).glob("jit__lambda*-cache")] for place in "ab"}
         assert {place: len(entries) for place, entries in stored.items()} == {"a": 2, "b": 1}
-        assert warnings.showwarning.show is before  # wrapped once
-
-
-@pytest.fixture
-def warned(monkeypatch):
-    """Return the texts of the warnings that Python shows."""
-    texts = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: texts.append(str(message)))
-        yield texts
-
-
-def compile_doubling(cache):
-    """Compile a program as a new process would; return its entry in the cache."""
-    jax.clear_caches()
-    compilation_cache.reset_cache()
-
-    @jax.jit
-    def doubled(x):
-        return 2 * x
-
-    doubled(jnp.ones(3)).block_until_ready()
-    (entry,) = cache.glob("jit_doubled-*-cache")
-    return entry
-
-
-def test_remove_damaged_leaves_what_is_sound_of_other_programs_or_of_another_library(
-    tmp_path, monkeypatch
-):
-    sound = zlib.compress(b"machine code")
-    contents = {
-        "jit_step-1-cache": sound,
-        "jit_step-2-cache": sound[:-3],
-        "jit_step-3-cache": b"",
-        "jit_step-4-cache": b"\x28\xb5\x2f\xfd of another environment",
-        "jit_other-1-cache": b"damaged",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert remove_damaged(tmp_path, "jit_step") == 2
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["jit_other-1-cache", "jit_step-1-cache", "jit_step-4-cache"]

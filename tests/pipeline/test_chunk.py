@@ -73,20 +73,6 @@ def test_apply_layers_compiles_a_loop_for_several_layers_alone(num_layers, num_l
     assert str(jaxpr).count("scan[") == num_loops
 
 
-def test_layer_function_without_dropout_folds_no_key():
-    layer_fn = layer_function(Affine(needs_key=False), lambda layer: layer, padded=False)
-    x, _ = apply(layer_fn, [0], [2], scan=True, key=jax.random.key(7))
-    assert (x == 2).all()
-
-
-def test_layer_function_prepares_each_layer():
-    layer_fn = layer_function(
-        Affine(), lambda layer: {"weight": 10 * layer["weight"]}, padded=False
-    )
-    x, _ = apply(layer_fn, [1], [0], scan=False)
-    assert (x == 12).all()
-
-
 def test_layers_know_their_number_in_the_whole_model():
     """The first ones, with parameters of their own, and those of the pipeline after them."""
 

@@ -17,16 +17,9 @@ WIDTH = 4
 STACKED, WHOLE = PartitionSpec("pipe"), PartitionSpec()
 
 
-def mesh(stages, data=1):
-    return Mesh(np.array(jax.devices()[: stages * data]).reshape(data, stages), ("data", "pipe"))
-
-
-def shard_map(f, stages, in_specs, out_specs, check_vma=True, data=1):
-    return jax.jit(
-        jax.shard_map(
-            f, mesh=mesh(stages, data), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-        )
-    )
+def shard_map(f, stages, in_specs, out_specs, check_vma=True):
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(f, mesh=Mesh(jax.devices()[:stages], ("pipe",)), **specs))
 
 
 def batch(rows=8):
@@ -84,15 +77,6 @@ def test_execute_pipeline_of_functions_equals_calling_them_in_turn(stages, micro
     assert_close(actual, expected)
 
 
-def test_execute_pipeline_with_batches_split_over_another_axis_equals_calls_in_turn():
-    def forward(w, x):
-        return summed(lambda y: layer(w[0], y, 1.0), x)
-
-    rows = PartitionSpec("data")
-    piped = shard_map(forward, 2, (STACKED, rows), rows, data=2)
-    assert_close(piped(weights(2), batch()), in_turn(weights(2), batch(), 1.0))
-
-
 def test_execute_pipeline_with_waiting_stages_has_finite_gradients():
     """The derivative of the norm is not finite at zero."""
 
@@ -124,21 +108,17 @@ def test_execute_pipeline_of_an_nnx_module_equals_calls_in_turn():
 
 
 class Layer(nn.Module):
-    rate: float = 0.0
-
     @nn.compact
     def __call__(self, x):
-        return nn.Dropout(self.rate, deterministic=not self.rate)(x + jnp.tanh(nn.Dense(WIDTH)(x)))
+        return x + jnp.tanh(nn.Dense(WIDTH)(x))
 
 
 class Bound(nn.Module):
     """A Linen module around a pipeline, as in the usual tutorials."""
 
-    rate: float = 0.0
-
     @nn.compact
     def __call__(self, x):
-        return pipeline(Layer(self.rate), x)
+        return pipeline(Layer(), x)
 
 
 def on_two_stages(f, *in_specs):
@@ -199,16 +179,6 @@ def test_execute_pipeline_advances_the_counts_of_an_nnx_module():
 
     first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
     assert (first != second).any()
-
-
-def test_execute_pipeline_of_a_linen_module_within_another_draws_dropout_masks():
-    model = Bound(rate=0.5)
-    init = shard_map(model.init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
-    params = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
-    run = on_two_stages(
-        lambda p, x, key: model.apply(p, x, rngs={"dropout": key}), WHOLE, WHOLE, WHOLE
-    )
-    assert (run(params, batch(), KEYS[0]) != run(params, batch(), KEYS[1])).any()
 
 
 class Normed(nn.Module):
@@ -291,12 +261,6 @@ def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():
         run(True)(batch())
 
 
-def test_execute_pipeline_operations_have_a_scope_of_their_own():
-    run = shard_map(lambda x: pipeline(jnp.sin, x), 2, (WHOLE,), STACKED)
-    lowered = jax.jit(run).lower(batch())
-    assert "pipeline/" in lowered.as_text(debug_info=True)
-
-
 def test_pipeline_module_equals_calling_its_stages_in_turn():
     stages = 4
     model = PipelineModule("pipe", num_microbatches=2, module_fn=Layer)
@@ -347,41 +311,19 @@ def test_execute_pipeline_step_of_an_nnx_module_draws_from_its_streams():
     assert (first != second).any()
 
 
-class Steps(nn.Module):
-    """A Linen module that makes its stages within the call."""
-
-    @nn.compact
-    def __call__(self, x):
-        return step_result(nn.Dropout(0.5, deterministic=False), step_result(Layer(), x))
-
-
-def test_execute_pipeline_step_of_linen_modules_within_another_initialises_them():
-    keys = {"params": KEYS[0], "dropout": KEYS[1]}
-    init = shard_map(Steps().init_with_output, 2, (WHOLE, WHOLE), (STACKED, WHOLE), check_vma=False)
-    y, variables = init(keys, batch())
-    assert variables["params"]["Layer_0"]["Dense_0"]["kernel"].shape == (WIDTH, WIDTH)
-    run = shard_map(lambda p, x: Steps().apply(p, x, rngs=keys), 2, (WHOLE, WHOLE), STACKED)
-    assert run(variables, batch()).shape == y.shape
-
-
-def init(num_microbatches, x):
-    return PipelineModule("pipe", num_microbatches, Layer).init(jax.random.key(0), x)
-
-
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (lambda x: pipeline(jnp.sin, x, num_microbatches=3), "must divide the batch"),
-        (lambda x: pipeline(jnp.sin, x[0, 0], num_microbatches=1), "is a scalar"),
-        (lambda x: init(0, x), "num_microbatches=0 must divide the batch"),
-        (lambda x: init(1, x[0, 0]), "is a scalar"),
-        (lambda x: pipeline(jnp.sum, x), "array like its input"),
-        (lambda x: pipeline(lambda x: (x, x), x), "got tuple"),
+        (
+            lambda x: pipeline(jnp.sin, x, num_microbatches=3),
+            "must divide the batch's rows, 8 here",
+        ),
+        (lambda x: pipeline(jnp.sin, x[0, 0], num_microbatches=1), "rows, 0 here"),
+        (lambda x: pipeline(lambda x: (x, x), x), r"array like its input, \(4, 4\) .*; got \("),
         (lambda x: pipeline(Layer(), x), "must be bound"),
         (lambda x: pipeline(jnp.sin, x, axis="x"), "model_axis_name='x'"),
         (lambda x: step_result(jnp.sum, x), "array like its input"),
-        (lambda x: step_result(lambda x: (x, x), x), "got tuple"),
-        (lambda x: step_result(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), x), r"got \(8, 2\) float32"),
+        (lambda x: step_result(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), x), r"shape=\(8, 2\)"),
     ],
 )
 def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
@@ -428,11 +370,6 @@ def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
     x = np.asarray(batch(), np.float64)  # JAX reads it as float32
     actual = shard_map(lambda: forward(x), 2, (), WHOLE)()
     assert_close(actual, shard_map(forward, 2, (WHOLE,), WHOLE)(batch()))
-
-
-def test_execute_pipeline_outside_of_a_shard_map_is_refused():
-    with pytest.raises(ValueError, match="call it inside one whose mesh has that axis"):
-        pipeline(jnp.sin, batch())
 
 
 def test_docstring_examples_run():

@@ -11,30 +11,10 @@ from maxpipe.pipeline.jaxprs import (
     ancestors,
     calls_back,
     inline,
-    inner_jaxprs,
     is_cheap,
     is_cheap_or_collective,
-    open_jaxpr,
     part,
 )
-
-
-def test_inner_jaxprs_of_a_conditional_are_its_branches() -> None:
-    closed = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0)
-    cond = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "cond")
-    names = {eqn.primitive.name for inner in inner_jaxprs(cond) for eqn in open_jaxpr(inner).eqns}
-    assert names == {"sin", "cos"}
-
-
-def test_inner_jaxprs_of_a_plain_equation_are_none() -> None:
-    closed = jax.make_jaxpr(jnp.sin)(1.0)
-    assert [list(inner_jaxprs(eqn)) for eqn in closed.jaxpr.eqns] == [[]]
-
-
-def test_open_jaxpr_of_a_closed_or_open_program_is_the_open_one() -> None:
-    closed = jax.make_jaxpr(jnp.sin)(1.0)
-    assert open_jaxpr(closed) is closed.jaxpr
-    assert open_jaxpr(closed.jaxpr) is closed.jaxpr
 
 
 def names(equations) -> list[str]:

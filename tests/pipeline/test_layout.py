@@ -23,13 +23,6 @@ def test_layer_index_of_even_chunks_follows_the_formula(stages, repeats, layers)
                 assert layout.layer_index[v, s, l] == v * stages * layers + s * layers + l
 
 
-def test_stage_layers_of_two_repeats_equal_hand_written_lists():
-    """Eight layers, two stages, two repeats: the first stage has the layers 0, 1 and 4, 5."""
-    layout = StageLayout.even(2, 2, 2)
-    assert layout.stage_layers(0) == [[0, 1], [4, 5]]
-    assert layout.stage_layers(1) == [[2, 3], [6, 7]]
-
-
 def test_layer_index_of_uneven_chunks_is_padded():
     layout = StageLayout(2, 2, (1, 3, 2, 1))
     assert layout.num_layers == 7

@@ -31,19 +31,6 @@ def test_columns_and_column_equal_split(count):
             np.testing.assert_array_equal(x, parts[name][m])
 
 
-def test_split_gives_every_microbatch_rows_of_every_data_shard():
-    """With rows split over four devices in blocks, no row has to move to another device."""
-    shard = jnp.arange(24) // 6
-    parts = microbatches.split({"tokens": shard}, 3)["tokens"]
-    np.testing.assert_array_equal(parts, np.tile(np.repeat(np.arange(4), 2), (3, 1)))
-
-
-def test_prepared_sequence_index_counts_rows_of_the_global_batch():
-    index = microbatches.prepared(device_batch(8), context=1)["sequence_index"]
-    assert index.dtype == jnp.int32
-    np.testing.assert_array_equal(index, np.arange(8))
-
-
 def test_prepared_with_context_reorders_all_arrays_alike():
     batch = device_batch(4)
     prepared = microbatches.prepared(batch, context=2)
@@ -66,11 +53,3 @@ def test_weight_sum_of_a_batch_without_weights_is_positive():
     batch = device_batch(4)
     assert microbatches.weight_sum(batch) == batch["weights"].sum()
     assert microbatches.weight_sum(batch | {"weights": jnp.zeros((4, 8))}) > 0
-
-
-def test_side_inputs_are_arrays_of_the_batch_without_a_layer():
-    batch = microbatches.prepared(device_batch(4), context=1)
-    side = microbatches.side_inputs(batch)
-    for name in ("positions", "segment_ids", "sequence_index"):
-        assert getattr(side, name) is batch[name]
-    assert side.layer_index is None

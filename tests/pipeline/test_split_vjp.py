@@ -1,4 +1,6 @@
-"""Split a vjp over time: equal gradients, and no residual that is independent of the activation."""
+"""Split a vjp over time: equal gradients, few residuals, and nothing computed twice."""
+
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxpipe.pipeline.split_vjp import SplitVjp, dependence
+from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp, dependence
 
 X = (3, 4)  # shape of the activation; no weight has as many elements
 L = 5
@@ -16,156 +18,128 @@ def array(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def close(actual, desired):
-    np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
+def kinds(arrays):
+    return sorted((a.shape, a.dtype.name) for a in arrays)
 
 
-def split(f, weights, inputs=()):
-    """Check f's `SplitVjp` against `jax.vjp`; return shapes and dtypes of its residuals, sorted."""
+def assert_close(actual, desired):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, desired
+    )
+
+
+def split(make, f, weights, inputs):
+    """Check a forward against `jax.vjp`; return (split vjp, residuals, cotangent, gradients)."""
     x = array(*X, seed=1)
-    split_vjp = SplitVjp(f, jax.ShapeDtypeStruct(x.shape, x.dtype), weights, inputs)
+    split_vjp = make(f, jax.ShapeDtypeStruct(x.shape, x.dtype), weights, inputs)
     y, vjp = jax.vjp(lambda x, weights: f(x, weights, inputs), x, weights)
     actual, residuals = jax.jit(split_vjp.forward)(x, weights, inputs)
-    assert [(r.shape, r.dtype) for r in residuals] == [
-        (r.shape, r.dtype) for r in split_vjp.residuals
-    ]
+    assert_close(actual, y)
+    assert kinds(residuals) == kinds(split_vjp.residuals)
     cotangent = jax.tree.map(lambda a: array(*a.shape, seed=2).astype(a.dtype), y)
-    gradients = jax.jit(split_vjp.backward)(residuals, weights, inputs, cotangent)
-    jax.tree.map(close, (actual, gradients), (y, vjp(cotangent)))
-    return sorted((r.shape, r.dtype.name) for r in split_vjp.residuals)
+    return split_vjp, residuals, cotangent, vjp(cotangent)
 
 
+def residuals_of(f, weights, inputs=()):
+    """Check the backward against `jax.vjp`; return shapes and dtypes of the residuals, sorted."""
+    whole, residuals, cotangent, expected = split(SplitVjp, f, weights, inputs)
+    assert_close(jax.jit(whole.backward)(residuals, weights, inputs, cotangent), expected)
+    return kinds(residuals)
+
+
+def shapes_of(f, weights, inputs=()):
+    return {shape for shape, _ in residuals_of(f, weights, inputs)}
+
+
+def over_layers(layer):
+    return lambda x, w, _: lax.scan(layer, x, w)[0]
+
+
+def carrying_weights(x, w, _):
+    def layer(carry, _):
+        x, w = carry
+        return (jnp.tanh(x @ w), w * 0.5), None
+
+    return lax.scan(layer, (x, w), None, length=L)[0][0]
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x * w
+
+
+product.defvjp(
+    lambda x, w: (x * w, (jnp.sin(x), w + 1, x)),
+    lambda saved, g: (g * saved[1] * saved[0], jnp.sum(g * saved[2], axis=0)),
+)
 TABLE = array(4, seed=3)  # captured
+
+
+@pytest.mark.parametrize(
+    ("f", "weights", "inputs", "shapes"),
+    [
+        (lambda x, w, _: x @ w, array(4, 7), (), [X]),
+        (lambda x, w, _: x @ w[0] + x @ w[1], [array(4, 7), array(4, 7, seed=3)], (), [X]),
+        # Casts of weights, captured arrays and random numbers are computed again.
+        (lambda x, w, _: x * w.astype(jnp.bfloat16).astype(jnp.float32), array(4), (), [X]),
+        (lambda x, w, _: x * TABLE * w, array(4), (), [X]),
+        (
+            lambda x, w, key: jnp.where(jax.random.bernoulli(key, 0.5, X), x * w, 0),
+            array(1),
+            jax.random.key(0),
+            [X],
+        ),
+        # Full rematerialisation of a chunk.
+        (
+            lambda x, w, _: jax.checkpoint(
+                lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+            )(x, w),
+            array(L, 4, 4),
+            (),
+            [X],
+        ),
+        (lambda x, w, _: product(x, w), array(4), (), [X, X]),
+    ],
+    ids=["product", "used_twice", "cast", "captured", "random", "checkpoint", "custom_vjp"],
+)
+def test_residuals_are_those_of_the_activation_each_once(f, weights, inputs, shapes):
+    assert residuals_of(f, weights, inputs) == [(shape, "float32") for shape in shapes]
 
 
 @pytest.mark.parametrize(
     ("f", "weights"),
     [
-        (lambda x, w, _: x @ w, array(4, 7)),
-        (lambda x, w, _: x @ w["a"] + x @ w["b"], {"a": array(4, 7), "b": array(4, 7, seed=3)}),
-        (lambda x, w, _: x * w.astype(jnp.bfloat16).astype(jnp.float32), array(4)),
-        (lambda x, w, _: x * TABLE * w, array(4)),
+        # Weights enter as scanned inputs; their casts leave as scanned outputs, as activations do.
+        (
+            over_layers(
+                lambda x, w: (jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32)), None)
+            ),
+            array(L, 4, 4),
+        ),
+        (carrying_weights, array(4, 4)),
     ],
-    ids=["product", "used_twice", "cast_of_weights", "captured_array"],
+    ids=["scanned", "carried"],
 )
-def test_residuals_are_the_activation_once_and_no_weight(f, weights):
-    assert split(f, weights) == [(X, "float32")]
-
-
-def test_residuals_that_are_random_numbers_are_recomputed():
-    def f(x, w, key):
-        return jnp.where(jax.random.bernoulli(key, 0.5, X), x * w, 0)
-
-    assert split(f, array(1), jax.random.key(0)) == [(X, "float32")]
+def test_residuals_of_a_scan_are_activations_only(f, weights):
+    assert shapes_of(f, weights) == {(L, *X)}
 
 
 def test_residuals_include_integers_and_masks_of_the_activation():
     def f(x, w, _):
         return jnp.where(x > 0, w[jnp.argmax(x, axis=1)], 0)
 
-    dtypes = {dtype for _, dtype in split(f, array(4, 4))}
-    assert "bool" in dtypes
-    assert "int32" in dtypes
-
-
-def test_split_vjp_of_a_tree_of_outputs_with_unused_weights_is_exact():
-    def f(x, w, _):
-        return {"y": jnp.sin(x), "sum": jnp.sum(x * x)}, w["used"] * 2
-
-    split(f, {"used": array(2), "unused": array(6)})
-
-
-def test_residuals_of_a_scan_over_layers_are_activations_only():
-    """Weights enter as scanned inputs; their casts leave as scanned outputs, as activations do."""
-
-    def f(x, w, _):
-        def layer(x, w):
-            return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32)), None
-
-        return lax.scan(layer, x, w)[0]
-
-    residuals = split(f, array(L, 4, 4))
-    assert residuals
-    assert {shape for shape, _ in residuals} == {(L, *X)}
-
-
-def test_residuals_of_a_scan_that_carries_weights_are_activations_only():
-    def f(x, w, _):
-        def layer(carry, _):
-            x, w = carry
-            return (jnp.tanh(x @ w), w * 0.5), None
-
-        return lax.scan(layer, (x, w), None, length=L)[0][0]
-
-    assert {shape for shape, _ in split(f, array(4, 4))} == {(L, *X)}
-
-
-def test_dependence_through_the_carries_of_two_turns_is_followed():
-    """x reaches the third carry only after two turns: the body has to be read more than once."""
-
-    def f(x, w, _):
-        def layer(carry, w):
-            a, b, c = carry
-            return (a * 0.5, a + b, b), c * w
-
-        start = (x, jnp.ones(X), jnp.ones(X))
-        return lax.scan(layer, start, w)[1]
-
-    assert ((L, *X), "float32") in split(f, array(L, 1, 1))
-
-
-def test_dependence_of_a_scan_is_told_output_by_output():
-    def f(x, w, v):
-        def body(carry, v):
-            a, b, c = carry
-            return (x + a, a * 1, w * c), (b, c, v)
-
-        (a, b, c), ys = lax.scan(body, (w, w, w), v)
-        return a, b, c, *ys
-
-    jaxpr = jax.make_jaxpr(f)(array(2), array(2), array(L, 2)).jaxpr
-    assert dependence(jaxpr, [True, False, False]) == [True, True, False, True, False, False]
-    assert dependence(jaxpr, [False, False, True]) == [False, False, False, False, False, True]
+    assert {"bool", "int32"} <= {dtype for _, dtype in residuals_of(f, array(4, 4))}
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_residuals_of_a_call_are_those_of_its_body(wrap):
-    def layer(x, w):
-        return jnp.sin(x) @ jnp.exp(w), jnp.exp(w)
-
     def f(x, w, _):
-        y, e = wrap(layer)(x, w)
+        y, e = wrap(lambda x, w: (jnp.sin(x) @ jnp.exp(w), jnp.exp(w)))(x, w)
         return y @ e.T
 
-    shapes = {shape for shape, _ in split(f, array(4, 7))}
+    shapes = shapes_of(f, array(4, 7))
     assert (4, 7) not in shapes
     assert X in shapes
-
-
-def test_residuals_of_a_checkpointed_function_are_its_input_only():
-    """Full rematerialisation of a chunk is this case."""
-
-    def chunk(x, w):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-
-    f = lambda x, w, _: jax.checkpoint(chunk)(x, w)  # noqa: E731
-    assert split(f, array(L, 4, 4)) == [(X, "float32")]
-
-
-def test_residuals_of_a_custom_vjp_are_those_that_depend_on_the_activation():
-    @jax.custom_vjp
-    def product(x, w):
-        return x * w
-
-    def forward(x, w):
-        return x * w, (jnp.sin(x), w + 1, x)
-
-    def backward(residuals, g):
-        sine, w, x = residuals
-        return g * w * sine, jnp.sum(g * x, axis=0)
-
-    product.defvjp(forward, backward)
-    assert split(lambda x, w, _: product(x, w), array(4)) == [(X, "float32"), (X, "float32")]
 
 
 @pytest.mark.parametrize("flag", [0, 1])
@@ -176,50 +150,185 @@ def test_residuals_of_a_conditional_include_the_activation(flag):
         w = lax.cond(flag > 0, lambda w: jnp.exp(w), lambda w: w * 2, w)
         return lax.cond(flag > 0, lambda x, w: jnp.sin(x) @ w, lambda x, w: x @ jnp.cos(w), x, w)
 
-    shapes = [shape for shape, _ in split(f, array(4, 7), jnp.int32(flag))]
-    assert X in shapes
+    assert X in shapes_of(f, array(4, 7), jnp.int32(flag))
 
 
-def test_dependence_of_a_predicate_reaches_every_output():
-    def f(x, w):
-        return lax.cond(x[0] > 0, lambda w: w, lambda w: -w, w), w + 1
-
-    jaxpr = jax.make_jaxpr(f)(array(2), array(2)).jaxpr
-    assert dependence(jaxpr, [True, False]) == [True, False]
-
-
-def test_dependence_of_a_conditional_is_told_output_by_output():
-    def f(flag, x, w):
-        return lax.cond(flag, lambda x, w: (w, w), lambda x, w: (w * 2, x), x, w)
-
-    jaxpr = jax.make_jaxpr(f)(True, array(2), array(2)).jaxpr
-    assert dependence(jaxpr, [False, True, False]) == [False, True]
-
-
-def test_dependence_of_a_while_loop_is_on_all_of_its_inputs():
-    """Also on those of its condition, which decides how often the body runs."""
-
-    def doublings(limit, value):
-        return lax.while_loop(lambda v: jnp.sum(v) < limit, lambda v: v * 2, value)
+def test_dependence_through_the_carries_of_two_turns_is_followed():
+    """x reaches the third carry only after two turns: the body has to be read more than once."""
 
     def f(x, w, _):
-        of_x = doublings(jnp.sum(jnp.abs(lax.stop_gradient(x))), jnp.ones((11,)))
-        of_w = doublings(jnp.sum(jnp.abs(lax.stop_gradient(w))), jnp.ones((13,)))
-        return w * jnp.sum(x) * jnp.sum(of_x * of_x) * jnp.sum(of_w * of_w)
+        def layer(carry, w):
+            a, b, c = carry
+            return (a * 0.5, a + b, b), c * w
 
-    split(f, array(4, 7))
-    jaxpr = jax.make_jaxpr(doublings)(1.0, array(2)).jaxpr
-    assert dependence(jaxpr, [True, False]) == [True]
-    assert dependence(jaxpr, [False, True]) == [True]
-    assert dependence(jaxpr, [False, False]) == [False]
+        return lax.scan(layer, (x, jnp.ones(X), jnp.ones(X)), w)[1]
+
+    assert ((L, *X), "float32") in residuals_of(f, array(L, 1, 1))
 
 
-def test_dependence_of_a_reduction_is_on_all_of_its_operands():
+def doublings(limit, value):
+    return lax.while_loop(lambda v: jnp.sum(v) < limit, lambda v: v * 2, value)
+
+
+def of_two_loops(x, w, _):
+    of_x = doublings(jnp.sum(jnp.abs(lax.stop_gradient(x))), jnp.ones((11,)))
+    of_w = doublings(jnp.sum(jnp.abs(lax.stop_gradient(w))), jnp.ones((13,)))
+    return w * jnp.sum(x) * jnp.sum(of_x * of_x) * jnp.sum(of_w * of_w)
+
+
+@pytest.mark.parametrize(
+    ("f", "weights"),
+    [
+        (
+            lambda x, w, _: ({"y": jnp.sin(x), "sum": jnp.sum(x * x)}, w[0] * 2),
+            [array(2), array(6)],
+        ),
+        (of_two_loops, array(4, 7)),
+    ],
+    ids=["trees_and_unused_weights", "while_loops"],
+)
+def test_split_vjp_is_exact(f, weights):
+    residuals_of(f, weights)
+
+
+def scan_of_three(x, w, v):
+    def body(carry, v):
+        a, b, c = carry
+        return (x + a, a * 1, w * c), (b, c, v)
+
+    (a, b, c), ys = lax.scan(body, (w, w, w), v)
+    return a, b, c, *ys
+
+
+def reduce_two(x, w):
     """Its second step reads what the first computed of the other operand."""
+    return lax.reduce((x, w), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[0]), (0,))
 
-    def f(x, w):
-        return lax.reduce((x, w), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[0]), (0,))
 
-    jaxpr = jax.make_jaxpr(f)(array(2), array(2)).jaxpr
-    assert dependence(jaxpr, [True, False]) == [True, True]
-    assert dependence(jaxpr, [False, False]) == [False, False]
+@pytest.mark.parametrize(
+    ("f", "args", "tainted", "outputs"),
+    [
+        (scan_of_three, [array(2), array(2), array(L, 2)], "100", "110100"),
+        (scan_of_three, [array(2), array(2), array(L, 2)], "001", "000001"),
+        # A predicate reaches every output, a branch its own.
+        (
+            lambda x, w: (lax.cond(x[0] > 0, lambda w: w, lambda w: -w, w), w + 1),
+            [array(2), array(2)],
+            "10",
+            "10",
+        ),
+        (
+            lambda flag, x, w: lax.cond(flag, lambda x, w: (w, w), lambda x, w: (w * 2, x), x, w),
+            [True, array(2), array(2)],
+            "010",
+            "01",
+        ),
+        # Of a while loop also on the inputs of its condition, which decides how often it runs.
+        (doublings, [1.0, array(2)], "10", "1"),
+        (doublings, [1.0, array(2)], "01", "1"),
+        (doublings, [1.0, array(2)], "00", "0"),
+        (reduce_two, [array(2), array(2)], "10", "11"),
+        (reduce_two, [array(2), array(2)], "00", "00"),
+    ],
+)
+def test_dependence_is_told_output_by_output(f, args, tainted, outputs):
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    assert dependence(jaxpr, [c == "1" for c in tainted]) == [c == "1" for c in outputs]
+
+
+def products(f, *args):
+    return Counter(eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns)["dot_general"]
+
+
+def halves(f, weights, inputs=()):
+    """Check both halves of the backward against `jax.vjp`.
+
+    Returns:
+      (shapes stashed, sorted; number of products in I; in W).
+    """
+    vjp, residuals, cotangent, expected = split(SplitBackwardVjp, f, weights, inputs)
+    dx, stash = vjp.input_gradient(residuals, weights, inputs, cotangent)
+    assert kinds(stash) == kinds(vjp.stash)
+    assert_close((dx, vjp.weight_gradients(residuals, weights, inputs, stash)), expected)
+    first = products(vjp.input_gradient, residuals, weights, inputs, cotangent)
+    second = products(vjp.weight_gradients, residuals, weights, inputs, stash)
+    return sorted(a.shape for a in stash), first, second
+
+
+def rematerialised(wrap):
+    return lambda x, w, _: wrap(lambda x, w: jnp.sin(x @ w["a"]) @ w["b"])(x, w)
+
+
+A_AND_B = {"a": array(4, 7), "b": array(7, 5, seed=3)}
+
+
+@pytest.mark.parametrize(
+    ("f", "weights", "inputs", "expected"),
+    [
+        (lambda x, w, _: x @ w, array(4, 7), (), ([(3, 7)], 1, 1)),
+        # W recomputes the cotangents of both sides, and the activation function, from residuals.
+        (
+            lambda x, w, _: (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"],
+            {"gate": array(4, 7), "up": array(4, 7, seed=3), "down": array(7, 5, seed=4)},
+            (),
+            ([(3, 5), (3, 7)], 3, 3),
+        ),
+        # Of two cotangents the sum.
+        (
+            lambda x, w, _: ((x * w["s"]) @ w["a"], (x * w["s"]) @ w["b"]),
+            {"s": array(4), "a": array(4, 6), "b": array(4, 5, seed=3)},
+            (),
+            ([(3, 4), (3, 5), (3, 6)], 2, 2),
+        ),
+        # The result of x @ a, the source of its cotangent, and the cotangent of the output.
+        (rematerialised(jax.checkpoint), A_AND_B, (), ([(3, 5), (3, 7), (3, 7)], 1 + 2, 2)),
+        (
+            rematerialised(lambda f: jax.jit(jax.checkpoint(jax.checkpoint(f)))),
+            A_AND_B,
+            (),
+            ([(3, 5), (3, 7), (3, 7)], 1 + 2, 2),
+        ),
+        # Nothing of products of weights and of random numbers.
+        (
+            lambda x, w, _: x * (w["a"] @ w["b"]),
+            {"a": array(3, 6), "b": array(6, 4, seed=3)},
+            (),
+            ([(3, 4)], 1, 2),
+        ),
+        (
+            lambda x, w, key: jnp.where(jax.random.bernoulli(key, 0.5, (3, 7)), x @ w, 0),
+            array(4, 7),
+            jax.random.key(0),
+            ([(3, 7)], 1, 1),
+        ),
+        # Of a loop its weight gradient.
+        (
+            over_layers(lambda x, w: (jnp.tanh(x @ w), None)),
+            array(L, 4, 4),
+            (),
+            ([(L, 4, 4)], 0, 0),
+        ),
+        (
+            lambda x, w, _: {"y": jnp.sin(x) * w["used"], "sum": jnp.sum(x * x)},
+            {"used": array(4), "unused": array(6)},
+            (),
+            ([(3, 4)], 0, 0),
+        ),
+    ],
+    ids=["product", "gate", "sum", "remat", "nested_remat", "weights", "random", "loop", "trees"],
+)
+def test_halves_of_a_backward_stash_little_and_compute_no_product_twice(
+    f, weights, inputs, expected
+):
+    assert halves(f, weights, inputs) == expected
+
+
+def test_stash_of_a_cast_and_reshaped_cotangent_is_its_source():
+    def f(x, w, _):
+        y = x.astype(jnp.bfloat16).reshape(-1) * w["scale"].astype(jnp.bfloat16)
+        return (y.reshape(X) @ w["product"].astype(jnp.bfloat16)).astype(jnp.bfloat16)
+
+    # bfloat16 sums in different orders, so gradients are not compared.
+    weights = {"scale": array(12), "product": array(4, 7)}
+    stash = SplitBackwardVjp(f, array(*X), weights, ()).stash
+    assert kinds(stash) == [((3, 4), "bfloat16"), ((3, 7), "bfloat16")]

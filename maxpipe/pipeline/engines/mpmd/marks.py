@@ -115,17 +115,13 @@ _REMEDIES = (
 )
 
 
-def check_marks_are_open(program: ClosedJaxpr) -> None:
+def check_marks_are_open(program: Jaxpr | ClosedJaxpr) -> None:
     """Raise ValueError if a mark lies in something that runs as a whole, like a loop or branch."""
-    _check_open(program.jaxpr)
-
-
-def _check_open(jaxpr: Jaxpr) -> None:
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.open_jaxpr(program).eqns:
         # Slicing opens calls such as those of jax.jit, so marks may lie in them.
         if eqn.primitive.name in jaxprs.CALLS:
             for inner in jaxprs.inner_jaxprs(eqn):
-                _check_open(jaxprs.open_jaxpr(inner))
+                check_marks_are_open(inner)
         elif eqn.primitive is not mark_p and _has_mark(eqn):
             construct, remedy = _REMEDIES.get(
                 eqn.primitive.name, (eqn.primitive.name, "call mark_stage_boundary outside of it")

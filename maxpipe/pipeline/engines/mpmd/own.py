@@ -121,22 +121,14 @@ class Input(NamedTuple):
 
 def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
     """Return the inputs, in the order of the traced program."""
-    entries = [
-        Input(f"params{keystr(path)}", x, spec, "param")
-        for (path, x), spec in zip(
-            tree_leaves_with_path(arguments.params),
-            _specs("param_specs", settings.param_specs, arguments.params),
-            strict=True,
-        )
-    ]
-    entries += [
-        Input(f"batch{keystr(path)}", x, spec, "batch")
-        for (path, x), spec in zip(
-            tree_leaves_with_path(arguments.batch),
-            _specs("batch_specs", settings.batch_specs, arguments.batch),
-            strict=True,
-        )
-    ]
+    entries: list[Input] = []
+    for kind, name, tree, prefix in (
+        ("param", "params", arguments.params, settings.param_specs),
+        ("batch", "batch", arguments.batch, settings.batch_specs),
+    ):
+        specs = _specs(f"{kind}_specs", prefix, tree)
+        for (path, x), spec in zip(tree_leaves_with_path(tree), specs, strict=True):
+            entries.append(Input(f"{name}{keystr(path)}", x, spec, kind))
     # Nothing says how further arguments may be split: each device has them whole.
     for path, x in tree_leaves_with_path(arguments.shared):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -259,16 +251,13 @@ class PipelinedProgram(Generic[ResultT]):
             for output in sorted(outputs):
                 # Gradients belong to their parameter's stage, others to one that adds to them.
                 self._stage_of_result.setdefault(output, stage)
+        stages = range(len(settings.meshes))
         self._layouts = [
-            {
-                v: self._layout(v, stage, settings)
-                for v in self._inputs
-                if v in self._runner.needs[stage]
-            }
-            for stage in range(len(settings.meshes))
+            {v: self._layout(v, s, settings) for v in self._inputs if v in self._runner.needs[s]}
+            for s in stages
         ]
-        self._prepare = [self._prepare_stage(stage) for stage in range(len(settings.meshes))]
-        self._finish = [self._finish_stage(stage) for stage in range(len(settings.meshes))]
+        self._prepare = list(map(self._prepare_stage, stages))
+        self._finish = list(map(self._finish_stage, stages))
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
     def _layout(self, v: Var, stage: int, settings: Settings) -> NamedSharding:

@@ -72,11 +72,6 @@ def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> Part
     return spec if parts is None else parts.stacked_spec(spec)
 
 
-def _layout_of(v: Var, parts: DeviceParts | None, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    x = shape_of(v) if parts is None else parts.stacked(shape_of(v))
-    return x.update(sharding=sharding)
-
-
 class Executable:
     """One computation, compiled at its first call and used for all microbatches.
 
@@ -257,18 +252,17 @@ class Runner:
             if members[stage_of_chunk[name.chunk]] != members[receiver]
             for v in routes.sends[name]
         }
-        self._sent = {
-            (v, stage): _layout_of(v, parts, NamedSharding(meshes[stage], spec))
-            for v, spec in sent.items()
-            for stage in range(len(meshes))
-        }
+        self._sent: dict[tuple[Var, int], jax.ShapeDtypeStruct] = {}
+        for v, spec in sent.items():
+            x = shape_of(v) if parts is None else parts.stacked(shape_of(v))
+            for stage, mesh in enumerate(meshes):
+                self._sent[v, stage] = x.update(sharding=NamedSharding(mesh, spec))
         self._offloaded = offloaded
         self._num_uses = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
-        self._used_by: dict[UnitName, list[Var]] = {name: [] for name in program.computations}
-        for uses in routes.uses:
-            for v, names in uses.items():
-                for name in names:
-                    self._used_by[name].append(v)
+        self._used_by = {
+            name: [v for uses in routes.uses for v, names in uses.items() if name in names]
+            for name in program.computations
+        }
         # 2. The computations of each stage. Values that die in one may lend their memory to its
         # results, unless they are still to be sent.
         self.needs: list[set[Var]] = [set() for _ in meshes]
@@ -279,17 +273,8 @@ class Runner:
             self.needs[stage].update(computation.arguments)
             self.outputs[stage].update(computation.outputs)
             dying = routes.last_reads(stage, name) - set(routes.sends[name])
-            self.executables[name] = Executable(
-                program,
-                computation,
-                dying,
-                varying,
-                meshes[stage],
-                sum_shardings[stage],
-                parts,
-                offloaded,
-                sent,
-            )
+            to_stage = meshes[stage], sum_shardings[stage], parts, offloaded, sent
+            self.executables[name] = Executable(program, computation, dying, varying, *to_stage)
         # 3. What comes before the first unit of each chunk and after its last.
         self._last_unit = {name.chunk: (name, m) for _, name, m in self._order}
         self.gathers: dict[int, tuple[list[Var], jax.stages.Wrapped]] = {}

@@ -110,8 +110,12 @@ def find_segments(flat: ClosedJaxpr) -> Segments:
     Raises:
       ValueError: there are no marks, marks of tangents, or not one backward mark per forward mark.
     """
-    names = _computation_names(flat)
-    num_chunks = sum(name.kind == "F" for name in names)
+    check_phases(flat)
+    phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
+    num_chunks = phases.count(FORWARD)
+    names = [UnitName("F", chunk) for chunk in range(num_chunks)]
+    if BACKWARD in phases:
+        names += [UnitName("B", chunk) for chunk in reversed(range(num_chunks))]
     original: dict[Var, Atom] = {}  # result of a mark -> its operand
     tied: set[Var] = set()
     marked: dict[Var, int] = {}
@@ -135,16 +139,6 @@ def find_segments(flat: ClosedJaxpr) -> Segments:
             equations.append((eqn.replace(invars=operands), segment))
     outputs = list(map(resolve, flat.jaxpr.outvars))
     return Segments(names, equations, outputs, num_chunks, tied, marked)
-
-
-def _computation_names(flat: ClosedJaxpr) -> list[UnitName]:
-    check_phases(flat)
-    phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
-    count = phases.count(FORWARD)
-    names = [UnitName("F", chunk) for chunk in range(count)]
-    if BACKWARD in phases:
-        names += [UnitName("B", chunk) for chunk in reversed(range(count))]
-    return names
 
 
 # Pass 3: place equations.

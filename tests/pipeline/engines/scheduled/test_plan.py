@@ -118,14 +118,6 @@ def test_plan_text_of_split_backwards_names_stash_and_stored_head_gradients():
     assert lines[7].startswith("3     0      0I0: g0 r0 -> s0 embedding; 0W0: r0 s0 ")
 
 
-def test_column_of_a_stage_is_its_column_of_every_index():
-    plan = lockstep_plan(load_schedule("lockstep_zb", 4, 8, 2, slack=1))
-    column = jax.jit(lambda plan, stage: plan.column(stage))(plan, 3)
-    for index, of_stage in zip(jax.tree.leaves(plan), jax.tree.leaves(column), strict=True):
-        np.testing.assert_array_equal(of_stage, index[:, 3] if index.ndim == 2 else index)
-    assert column.sizes == plan.sizes
-
-
 def test_indices_of_idle_slots_are_legal():
     plan = lockstep_plan(load_schedule("lockstep_zb", 4, 8, 2))
     sizes = plan.sizes
