@@ -143,10 +143,6 @@ jax.devices()
 
 def test_a_platform_that_jax_does_not_have_is_a_mistake_of_the_variable(monkeypatch):
     """JAX says nothing of GPUs without their plugin, and fails an assertion."""
-    code = "import jax\ntry: jax.devices()\nexcept AssertionError as error: print([str(error)])"
-    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, env=environment, capture_output=True).stdout == b"['']\n"
     for platform, error, reason in (
         ("cuda", AssertionError(), "it is not installed"),
         (

@@ -196,6 +196,27 @@ def ends(
     return codes, "\n".join(f"--- {process.log.name}\n{process.output}" for process in processes)
 
 
+def ended(
+    processes: Sequence[TrainingProcess], codes: list[int], seconds: float = DEADLINE_SECONDS
+) -> str:
+    """Wait until all processes have ended with these exit codes; return their joined output."""
+    actual, output = ends(processes, seconds)
+    assert actual == codes, output
+    return output
+
+
+def output_of(
+    directory: Path,
+    arguments: Sequence[str],
+    codes: list[int],
+    name: str = "start",
+    program: str | None = None,
+) -> str:
+    """Run the processes of one run to their end, one for each exit code that is expected."""
+    with members(directory, len(codes), arguments, name, program) as started:
+        return ended(started, codes)
+
+
 SUPERVISED = """
 import sys
 from maxpipe.supervise.__main__ import main

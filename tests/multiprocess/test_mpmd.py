@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 from helpers.mpmd_processes import assert_equal_to_sequential, run_cases
 from helpers.runs import checkpoints, losses, rows
-from helpers.training_process import command, ends, members, run
+from helpers.training_process import command, ended, members, output_of, run
 
 # More units of a step than the 32 programs that XLA takes on a device before it blocks a launch.
 TWO_STAGES = {
@@ -81,10 +81,7 @@ def test_loss_and_gradients_of_two_processes_on_one_core_equal_sequential(tmp_pa
 
 
 def in_two_processes(tmp_path, words, name):
-    with members(tmp_path, 2, words, name) as started:
-        codes, output = ends(started)
-    assert codes == [0, 0], output
-    return output
+    return output_of(tmp_path, words, [0, 0], name)
 
 
 def evaluations(root):
@@ -135,9 +132,7 @@ def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
 @pytest.mark.slow
 def test_train_that_diverges_on_one_stage_ends_both_with_42(tmp_path):
     words = ("optimizer.learning_rate=1e30", "optimizer.max_consecutive_skips=2", "steps=8")
-    with members(tmp_path, 2, command(tmp_path, *RUN, *STAGES, *words)) as started:
-        codes, output = ends(started)
-    assert codes == [42, 42], output
+    output = output_of(tmp_path, command(tmp_path, *RUN, *STAGES, *words), [42, 42])
     assert "update skipped" in output
 
 
@@ -145,8 +140,7 @@ def test_train_that_diverges_on_one_stage_ends_both_with_42(tmp_path):
 def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
     words = command(tmp_path, *RUN, *STAGES)
     with members(tmp_path, 2, words, program=A_PROGRAM_OF_ITS_OWN) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
+        ended(started, [2, 2])
     for process in started:
         assert "traced program: the processes of this run differ: " in process.output
     assert not checkpoints(tmp_path / "base")

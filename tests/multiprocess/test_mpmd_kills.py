@@ -10,7 +10,7 @@ import time
 
 import pytest
 from helpers.runs import assert_same_run, checkpoints
-from helpers.training_process import command, ends, members
+from helpers.training_process import command, ended, ends, members, output_of
 
 STEPS = 120
 HEARTBEAT = 10
@@ -57,8 +57,7 @@ def whole(tmp_path_factory):
             with members(directory, processes, words(directory, processes)) as started:
                 started[0].wait_for("step   1/")
                 stepping = time.monotonic()
-                codes, output = ends(started)
-            assert codes == [0] * processes, output
+                ended(started, [0] * processes)
             finished[processes] = directory, stepping - began, time.monotonic() - stepping
         return finished[processes]
 
@@ -98,7 +97,5 @@ def test_train_random_process_killed_at_random_moment_ends_others_and_loses_no_b
     print(f"codes {codes} after {seconds:.1f} s; saved {saved[-1:]}")
     assert {code for i, code in enumerate(codes) if i != victim} <= {HUNG, DONE, *LOST}, output
     assert seconds < (2 * HEARTBEAT if has_stepped else STARTUP) + SLACK, output
-    with members(tmp_path, processes, words(tmp_path, processes), "again") as started:
-        codes, output = ends(started)
-    assert codes == [0] * processes, output
+    output_of(tmp_path, words(tmp_path, processes), [0] * processes, "again")
     assert_same_run(undisturbed / "base", tmp_path / "base", STEPS)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 from helpers.runs import assert_same_run, losses, rows
-from helpers.training_process import SUPERVISED, command, ends, members, run, trainer_of
+from helpers.training_process import (
+    SUPERVISED,
+    command,
+    ended,
+    members,
+    output_of,
+    run,
+    trainer_of,
+)
 
 from maxpipe.supervise import __main__ as supervise
 
@@ -37,9 +45,7 @@ def words(directory, *more):
 def undisturbed(tmp_path_factory):
     """Return the directory of a run of `words` that loses no trainer."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    with members(directory, 2, words(directory, "run_name=whole")) as started:
-        codes, output = ends(started)
-    assert codes == [0, 0], output
+    output_of(directory, words(directory, "run_name=whole"), [0, 0])
     return directory / "whole"
 
 
@@ -58,8 +64,7 @@ def test_train_supervised_ends_in_the_same_bits_when_one_trainer_is_lost(
     with members(tmp_path, 2, words(tmp_path), program=SUPERVISED) as started:
         started[0].wait_for(" 300/")
         os.kill(trainer_of(started[victim].pid), number)
-        codes, output = ends(started)
-    assert codes == [0, 0], output
+        output = ended(started, [0, 0])
     assert [*losses(tmp_path / "base")] == [*range(1, STEPS + 1)]
     account = [row for row in rows(tmp_path / "base") if "goodput" in row][-1]
     assert account["seconds_in_restart"] > 0
@@ -82,8 +87,7 @@ def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
     with members(tmp_path, 2, endless, program=SUPERVISED) as started:
         started[0].wait_for(" 100/")
         os.kill(trainer_of(started[0].pid), signal.SIGKILL)
-        codes, output = ends(started)
-    assert codes == [0, 0], output
+        output = ended(started, [0, 0])
     assert "resumed after step " in output
     assert [*losses(tmp_path / "base")] == [*range(1, 251)]
 
@@ -113,8 +117,7 @@ def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
         assert len(memories) == count
         assert all(memory.is_dir() for memory in memories)
         os.kill(trainers[-1], signal.SIGKILL)
-        codes, output = ends(started)
-    assert codes == [0] * count, output
+        output = ended(started, [0] * count)
     resumed = re.search(r"resumed after step (\d+)", output)
     assert resumed is not None, output
     assert int(resumed[1]) >= 160, "not from the newest replica that all had"
@@ -123,9 +126,7 @@ def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
     assert "is restored from replicas in memory; safe: step 100 in " in output
     assert re.search(r"replica_every=10: replicas take [\d,]+ bytes of the memory of each", output)
 
-    with members(tmp_path, count, [*many, "run_name=whole"], "whole", SUPERVISED) as started:
-        codes, output = ends(started)
-    assert codes == [0] * count, output
+    output_of(tmp_path, [*many, "run_name=whole"], [0] * count, "whole", SUPERVISED)
     assert_same_run(tmp_path / "base", tmp_path / "whole", 300)
 
 
@@ -141,8 +142,7 @@ def test_train_supervised_asked_to_stop_saves_and_does_not_restart(tmp_path):
     with members(tmp_path, 2, words(tmp_path, "steps=100000"), program=SUPERVISED) as started:
         started[0].wait_for(" 300/")
         started[1].send(signal.SIGTERM)
-        codes, output = ends(started)
-    assert codes == [75, 75], output
+        output = ended(started, [75, 75])
     assert f"step {max(losses(tmp_path / 'base'))} is saved" in output
 
 

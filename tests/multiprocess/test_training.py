@@ -6,7 +6,7 @@ import time
 
 import pytest
 from helpers.runs import checkpoints, last_words, losses
-from helpers.training_process import command, ends, members, run, steps_of
+from helpers.training_process import command, ended, ends, members, output_of, run, steps_of
 
 from maxpipe import train as command_line
 
@@ -69,13 +69,10 @@ sys.exit(train.main([word for word in sys.argv[1:] if word.split("=")[0] not in 
 
 def train(tmp_path, processes, arguments, name):
     """Start some processes and wait until all have ended."""
-    if processes == 1:
-        code, output = run(tmp_path / f"{name}.log", arguments)
-        codes = [code]
-    else:
-        with members(tmp_path, processes, arguments, name) as started:
-            codes, output = ends(started)
-    assert codes == [0] * processes, output
+    if processes > 1:
+        return output_of(tmp_path, arguments, [0] * processes, name)
+    code, output = run(tmp_path / f"{name}.log", arguments)
+    assert code == 0, output
     return output
 
 
@@ -99,8 +96,7 @@ def test_train_sigterm_to_one_process_stops_all_and_one_process_goes_on_with_the
     with members(tmp_path, 2, parts) as started:
         started[0].wait_for("step    3/")
         started[1].send(signal.SIGTERM)
-        codes, output = ends(started)
-    assert codes == [75, 75], output
+        output = ended(started, [75, 75])
     assert "2 processes" in output
     step = max(steps_of(tmp_path))
     assert max(checkpoints(tmp_path / "base")) == step
@@ -145,8 +141,7 @@ def test_train_ctrl_c_in_one_process_stops_all(tmp_path):
     with members(tmp_path, 2, command(tmp_path, *ENDLESS)) as started:
         started[0].wait_for("step    2/")
         started[0].send(signal.SIGINT)
-        codes, output = ends(started)
-    assert codes == [130, 75], output
+        ended(started, [130, 75])
     assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
 
 
@@ -202,8 +197,7 @@ def test_train_fault_in_one_process_is_said_by_all_and_ends_them_with_its_code(
 def test_train_config_error_in_all_processes_is_printed_by_all(tmp_path):
     words = command(tmp_path, "data.source=text", f"data.path={tmp_path}/nowhere")
     with members(tmp_path, 2, words) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
+        output = ended(started, [2, 2])
     # A process that is a second later learns of the error from the other one.
     shown = re.compile(r"config error(?: in process \d)?: data\.path")
     assert all(shown.search(process.output) for process in started), output
@@ -220,11 +214,9 @@ def test_members_are_killed_if_test_fails(tmp_path):
 
 @pytest.mark.grid
 def test_train_unshared_output_dir_exits_with_2(tmp_path):
-    with members(
-        tmp_path, 2, command(tmp_path / "OWN", *ENDLESS), program=A_DISK_OF_ITS_OWN
-    ) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
+    output = output_of(
+        tmp_path, command(tmp_path / "OWN", *ENDLESS), [2, 2], program=A_DISK_OF_ITS_OWN
+    )
     assert "output_dir: not all processes see the same" in output
 
 
@@ -247,8 +239,7 @@ def test_train_started_otherwise_in_one_process_exits_with_2_and_names_keys_and_
     own = ("pipeline.schedule=table.csv", "--import", "mine", "optimizer.name=mine")
     words = command(tmp_path, *ENDLESS, *data, *own)
     with members(tmp_path, 2, words, program=EVERYTHING_OF_ITS_OWN) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
+        ended(started, [2, 2])
     for process in started:
         for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
             sides = "{} in process 0; {} in process 1".format(*values)

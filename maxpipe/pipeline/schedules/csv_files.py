@@ -35,7 +35,6 @@ CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 NO_UNIT = "is not a unit: global chunk, F, B, I or W, microbatch, as in 2F0; an empty cell is idle"
 IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
-MAX_SLOTS = 1 << 26  # of a table, which is kept as arrays of this size
 
 
 class Cell(NamedTuple):
@@ -132,23 +131,15 @@ def read_cells(path: Path) -> CsvFile:
                     raise ScheduleError(f"{at}: {text!r} {NO_UNIT}")
     if not file.cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
-    _check_size(path, file)
-    return file
-
-
-def _check_size(path: Path, file: CsvFile) -> None:
-    """Raise ScheduleError before memory is allocated for a table that cannot be valid."""
     chunk = max(file.cells, key=lambda cell: cell.chunk)
     microbatch = max(file.cells, key=lambda cell: cell.microbatch)
-    num_units = (chunk.chunk + 1) * (microbatch.microbatch + 1)
-    if num_units > len(file.cells):
+    # A wrong number would make arrays of its size.
+    if (chunk.chunk + 1) * (microbatch.microbatch + 1) > len(file.cells):
         raise ScheduleError(
             f"pipeline.schedule={path}: {chunk} and {microbatch} are the last chunk and the last "
-            f"microbatch, so there must be {num_units} units of each kind; the file has "
-            f"{len(file.cells)} in all"
+            f"microbatch, but there are only {len(file.cells)} units"
         )
-    if file.num_rows * (1 + max(cell.column for cell in file.cells)) > MAX_SLOTS:
-        raise ScheduleError(f"pipeline.schedule={path}: more than {MAX_SLOTS} cells are too many")
+    return file
 
 
 def _parts(text: str) -> list[str]:
@@ -269,9 +260,9 @@ def _timed(path: Path, file: CsvFile, table: Table) -> Table:
         timed = place(table.name, *sizes, orders, table.placement)
     except DeadlockError as error:
         cells = {cell.unit: cell for cell in file.cells}
+        pairs = ", ".join(f"{cells[unit]} for {cells[needs]}" for unit, needs in error.waiting)
         raise ScheduleError(
-            f"pipeline.schedule={path}: {cells[error.unit]} waits for {cells[error.needs]}, which "
-            f"waits for it in turn by the orders of the rows; put one of them elsewhere"
+            f"pipeline.schedule={path}: units wait for ever: {pairs}; put some of them elsewhere"
         ) from error
     return replace(timed, source=table.source, note=file.note(path))
 

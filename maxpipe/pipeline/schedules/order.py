@@ -22,18 +22,19 @@ Item = TypeVar("Item")
 
 
 class DeadlockError(ScheduleError):
-    """Orders contradict each other: `unit` is next on its stage and waits for `needs` forever.
+    """Orders contradict each other, or a unit is missing.
 
-    If no unit is missing, the two are part of a circle of units that wait for each other.
+    Attributes:
+      waiting: for each stage that cannot go on, its next unit and the one for which that waits.
     """
 
-    def __init__(self, name: str, unit: RawUnit, needs: RawUnit, is_missing: bool):
-        other = "is missing" if is_missing else "waits for it in turn; reorder one of them"
+    def __init__(self, name: str, waiting: Sequence[tuple[RawUnit, RawUnit]]):
+        pairs = ", ".join(f"{Unit(*unit)} for {Unit(*needs)}" for unit, needs in waiting)
         super().__init__(
-            f"pipeline.schedule={name}: {Unit(*unit)} waits for {Unit(*needs)}, which {other}"
+            f"pipeline.schedule={name}: units wait for ever: {pairs}; reorder them, or add what is "
+            f"missing"
         )
-        self.unit = unit
-        self.needs = needs
+        self.waiting = waiting
 
 
 def one_forward_one_backward(
@@ -114,11 +115,8 @@ def place(
             position[stage] += 1
             if unit in waiting:
                 ready.append(waiting.pop(unit))
-    heads = {s: queue[position[s]] for s, queue in enumerate(queues) if position[s] < len(queue)}
-    if heads:
-        needed = {s: u for s, head in heads.items() if (u := dependency(head, last, units))}
-        unit, needs = _deadlock(heads, needed, stage_of)
-        raise DeadlockError(name, unit, needs, is_missing=needs not in units)
+    if waiting:
+        raise DeadlockError(name, [(queues[s][position[s]], u) for u, s in waiting.items()])
     ticks: dict[str, np.ndarray] = {}
     for (kind, microbatch, chunk), tick in done.items():
         if kind not in ticks:
@@ -146,24 +144,6 @@ def _check_units(
                 seen.add(unit)
                 continue
             raise ScheduleError(f"pipeline.schedule={name}: {Unit(*unit)} {problem}")
-
-
-def _deadlock(
-    heads: dict[int, RawUnit], needs: dict[int, RawUnit], stage_of: list[int]
-) -> tuple[RawUnit, RawUnit]:
-    """Return a unit and the one that it waits for, of stages that all wait.
-
-    Args:
-      heads: by stage that has not ended, its next unit.
-      needs: for each of these stages, the unit for which it waits.
-    """
-    stage = max(heads)
-    seen: set[int] = set()
-    # Stages may wait for a circle without being part of it; those of the circle come again.
-    while stage not in seen and stage_of[needs[stage][2]] in heads:
-        seen.add(stage)
-        stage = stage_of[needs[stage][2]]
-    return heads[stage], needs[stage]
 
 
 def stage_orders(table: Table) -> list[list[RawUnit]]:

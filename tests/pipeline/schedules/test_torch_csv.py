@@ -80,16 +80,11 @@ def test_load_csv_with_idle_cells_keeps_its_ticks_and_has_no_note(path):
         # Row 1 waits for the circle of rows 2 and 3.
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n",
-            r"2F1 \(row 3, column 2\) waits for 1F1 \(row 2, column 3\), which waits for it",
-        ),
-        # Row 3 waits for the circle of rows 1 and 2.
-        (
-            "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n2F0,2B0,2F1,2B1\n",
-            r"1F1 \(row 2, column 1\) waits for 0F1 \(row 1, column 3\), which waits for it",
+            r"wait for ever: .*2F1 \(row 3, column 2\) for 1F1 \(row 2, column 3\)",
         ),
         (
             "0B0,0F0\n1F0,1B0\n",
-            r"1F0 \(row 2, column 1\) waits for 0F0 \(row 1, column 2\), which waits for it",
+            r"wait for ever: .*1F0 \(row 2, column 1\) for 0F0 \(row 1, column 2\)",
         ),
         ("0F0,0B0\n1F0\n", "1B0 is missing on row 2"),
         ("0F0,0B0,0F0\n1F0,1B0\n", r"0F0 \(row 1, column 3\) is doubled: .* \(row 1, column 1\)"),
