@@ -364,103 +364,88 @@ def test_sliced_program_is_shown_as_text():
     assert "reads  input 1 f32[4,4]" in texts["F1"]
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("count", [2, 4])
-    def test_marks_of_another_number_than_chunks(self, count):
-        def loss(params, batch):
-            return chain(params, batch, num_chunks=count)
+def marked(count):
+    return lambda params, batch: chain(params, batch, num_chunks=count)
 
-        with pytest.raises(ValueError, match=rf"has {count} stage marks, but .* needs 3; call"):
-            step_of(loss)(chain_params(4), chain_batch())
 
-    def test_loss_without_gradients(self):
-        with pytest.raises(ValueError, match=r"value_and_grad\(loss\).* forward_only\(table\)"):
-            pipelined(chain, table(), meshes(1, 1, 1))(chain_params(), chain_batch())
+def trained_after_the_marks(params, batch):
+    return jnp.mean(chain(chain_params(), batch) * params["w"][0])
 
-    def test_parameters_after_the_last_mark_only(self):
-        def loss(params, batch):
-            x = chain(chain_params(), batch)
-            return jnp.mean(x * params["w"][0])
 
-        with pytest.raises(ValueError, match="with trained parameters before the first mark"):
-            step_of(loss)(chain_params(), chain_batch())
+def of_chain(**options):
+    return lambda: step_of(chain, sizes=(1, 3, 1), **options)(chain_params(), chain_batch())
 
-    def test_gradients_with_a_table_of_forwards(self):
-        step = pipelined(jax.value_and_grad(chain), forward_only(table()), meshes(1, 1, 1))
-        with pytest.raises(ValueError, match="pass the loss itself"):
-            step(chain_params(), chain_batch())
 
-    def test_gradients_of_more_than_the_first_argument(self):
-        step = pipelined(jax.value_and_grad(chain, argnums=(0, 1)), table(), meshes(1, 1, 1))
-        with pytest.raises(ValueError, match=r"without argnums"):
-            step(chain_params(), chain_batch())
+def of_batch(**changes):
+    return lambda: step_of(chain)(chain_params(), chain_batch() | changes)
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"x": jnp.ones((ROWS + 1, 4))}, r"batch\['x'\] has 25 rows, which 3 microbatches"),
-            ({"x": jnp.ones((2 * ROWS, 4))}, r"differ in rows: batch\['x'\] has 48, .* has 24"),
-            ({"step": 3}, r"batch\['step'\] is a scalar .*; pass it after the batch"),
-        ],
-    )
-    def test_batches_that_cannot_be_divided(self, changes, message):
-        with pytest.raises(ValueError, match=message):
-            step_of(chain)(chain_params(), chain_batch() | changes)
 
-    @pytest.mark.parametrize(
-        ("stages", "message"),
-        [
-            (meshes(1, 1), "2 meshes, but .* 3 stages"),
-            ([meshes(1)[0]] * 3, "devices of its own"),
-            ([*meshes(1, 1), Mesh(jax.devices()[2:3], ("fsdp",))], "all the same names"),
-        ],
-    )
-    def test_meshes_that_do_not_fit(self, stages, message):
-        with pytest.raises(ValueError, match=message):
-            pipelined(jax.value_and_grad(chain), table(), stages)
+def of_function(function, table_of=table, stages=(1, 1, 1)):
+    return lambda: pipelined(function, table_of(), meshes(*stages))(chain_params(4), chain_batch())
 
-    def test_names_of_schedules_instead_of_tables(self):
-        with pytest.raises(ValueError, match=r"'1f1b' is no table; pass load_schedule\('1f1b', "):
-            pipelined(jax.value_and_grad(chain), "1f1b", meshes(1, 1, 1))
 
-    def test_tables_that_are_invalid(self):
-        ticks = {"F": np.ogrid[:2, :1][0] + [[0, 1]], "B": np.ogrid[:2, :1][0] + [[3, 4]]}
-        own = from_ticks("own", 2, 1, ticks)
-        with pytest.raises(ValueError, match="0B0 at tick 3, stage 0 is too early: it needs 1B0"):
-            pipelined(jax.value_and_grad(chain), own, meshes(1, 1))
+def of_meshes(*stages):
+    return lambda: pipelined(jax.value_and_grad(chain), table(), stages)
 
-    def test_several_devices_without_a_spec(self):
-        with pytest.raises(ValueError, match=r"batch_specs=PartitionSpec\('data'\)"):
-            step_of(chain, sizes=(2, 1, 1))
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"param_specs": P("data")}, r"params\['w'\]\[1\] \[4, 4\] .* on stage 1: the mesh"),
-            ({"param_specs": P("fsdp")}, r"params\['w'\]\[0\] .*: its mesh has the axes data"),
-            ({"batch_specs": P("fsdp")}, r"batch\['x'\] .*: its mesh has the axes data"),
-            ({"batch_specs": {"z": P()}}, "batch_specs is no prefix of the tree"),
-            ({"param_specs": {"w": "data"}}, "param_specs has 'data'; .*PartitionSpec"),
-            ({"param_specs": P(), "reduction": "max"}, "reduction='max': must be"),
-        ],
-        ids=str,
-    )
-    def test_options_that_do_not_fit(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            step_of(chain, sizes=(1, 3, 1), **options)(chain_params(), chain_batch())
+def invalid_table():
+    ticks = {"F": np.ogrid[:2, :1][0] + [[0, 1]], "B": np.ogrid[:2, :1][0] + [[3, 4]]}
+    return from_ticks("own", 2, 1, ticks)
 
-    def test_call_inside_of_jit(self):
-        with pytest.raises(ValueError, match=r"call it outside of jax\.jit"):
-            jax.jit(step_of(chain))(chain_params(), chain_batch())
 
-    def test_trees_that_lie_on_no_stage(self):
-        with pytest.raises(
-            ValueError, match=r"\['w'\]\[0\] does not lie on a stage; put all there"
-        ):
-            step_of(chain).by_stage(jax.device_get(chain_params()))
+def sliced_for_other_units():
+    step = step_of(chain)
+    sliced = step.sliced(chain_params(), chain_batch())
+    mpmd.Runner(sliced, table("zb_h1"), step.meshes, [], [{}, {}, {}])
 
-    def test_program_that_is_sliced_for_other_units(self):
-        step = step_of(chain)
-        sliced = step.sliced(chain_params(), chain_batch())
-        with pytest.raises(ValueError, match="slice with split_backwards=True"):
-            mpmd.Runner(sliced, table("zb_h1"), step.meshes, [], [{}, {}, {}])
+
+GRADIENT = jax.value_and_grad(chain)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (of_function(jax.value_and_grad(marked(2))), "has 2 stage marks, but .* needs 3; call"),
+        (of_function(jax.value_and_grad(marked(4))), "has 4 stage marks, but .* needs 3; call"),
+        (of_function(chain), r"value_and_grad\(loss\).* forward_only\(table\)"),
+        (
+            of_function(jax.value_and_grad(trained_after_the_marks)),
+            "with trained parameters before the first mark",
+        ),
+        (of_function(GRADIENT, lambda: forward_only(table())), "pass the loss itself"),
+        (of_function(jax.value_and_grad(chain, argnums=(0, 1))), "without argnums"),
+        (
+            of_function(GRADIENT, lambda: "1f1b"),
+            r"'1f1b' is no table; pass load_schedule\('1f1b', ",
+        ),
+        (
+            of_function(GRADIENT, invalid_table, (1, 1)),
+            "0B0 at tick 3, stage 0 is too early: it needs 1B0",
+        ),
+        (of_batch(x=jnp.ones((ROWS + 1, 4))), r"batch\['x'\] has 25 rows, which 3 microbatches"),
+        (of_batch(x=jnp.ones((2 * ROWS, 4))), r"differ in rows: batch\['x'\] has 48, .* has 24"),
+        (of_batch(step=3), r"batch\['step'\] is a scalar .*; pass it after the batch"),
+        (of_meshes(*meshes(1, 1)), "2 meshes, but .* 3 stages"),
+        (of_meshes(*meshes(1) * 3), "devices of its own"),
+        (of_meshes(*meshes(1, 1), Mesh(jax.devices()[2:3], ("fsdp",))), "all the same names"),
+        (of_chain(), r"batch_specs=PartitionSpec\('data'\)"),
+        (of_chain(param_specs=P("data")), r"params\['w'\]\[1\] \[4, 4\] .* on stage 1: the mesh"),
+        (of_chain(param_specs=P("fsdp")), r"params\['w'\]\[0\] .*: its mesh has the axes data"),
+        (of_chain(batch_specs=P("fsdp")), r"batch\['x'\] .*: its mesh has the axes data"),
+        (of_chain(batch_specs={"z": P()}), "batch_specs is no prefix of the tree"),
+        (of_chain(param_specs={"w": "data"}), "param_specs has 'data'; .*PartitionSpec"),
+        (of_chain(param_specs=P(), reduction="max"), "reduction='max': must be"),
+        (
+            lambda: jax.jit(step_of(chain))(chain_params(), chain_batch()),
+            r"call it outside of jax\.jit",
+        ),
+        (
+            lambda: step_of(chain).by_stage(jax.device_get(chain_params())),
+            r"\['w'\]\[0\] does not lie on a stage; put all there",
+        ),
+        (sliced_for_other_units, "slice with split_backwards=True"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -259,6 +259,11 @@ def rematerialised(wrap):
     return lambda x, w, _: wrap(lambda x, w: jnp.sin(x @ w["a"]) @ w["b"])(x, w)
 
 
+def of_two_products(x, w, _):
+    y = x * w["s"]
+    return y @ w["a"], y @ w["b"]
+
+
 A_AND_B = {"a": array(4, 7), "b": array(7, 5, seed=3)}
 
 
@@ -275,7 +280,7 @@ A_AND_B = {"a": array(4, 7), "b": array(7, 5, seed=3)}
         ),
         # Of two cotangents the sum.
         (
-            lambda x, w, _: ((x * w["s"]) @ w["a"], (x * w["s"]) @ w["b"]),
+            of_two_products,
             {"s": array(4), "a": array(4, 6), "b": array(4, 5, seed=3)},
             (),
             ([(3, 4), (3, 5), (3, 6)], 2, 2),

@@ -50,7 +50,6 @@ class CircularEngine(SpmdEngine):
     """Pipeline in breadth-first order with any number of stages; see `engines.base.Engine`.
 
     Args:
-      inputs: program, rules, configuration and layout.
       bubble_fill: replaces the output of idle stages; tests pass NaN to prove that nothing
         reads it.
 
@@ -273,9 +272,8 @@ class CircularEngine(SpmdEngine):
         in_axes: tuple[int | None, ...],
     ) -> Callable[..., tuple[jax.Array, AuxiliaryLosses]]:
         # Given the axes' names, constraints inside `stage` lay the mapped dimension [S] over them.
-        return jax.vmap(
-            self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=self._stage_axes()
-        )
+        names = self._rules.spec(("activation_stage",))[0]
+        return jax.vmap(self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=names)
 
     def _head(
         self, outer: Params, io: jax.Array, targets: jax.Array, weights: jax.Array
@@ -301,12 +299,7 @@ class CircularEngine(SpmdEngine):
         return self._rules.constrain(x_SBTD, ACTIVATION)
 
     def _cells(self, side: SideInputs, microbatch: np.ndarray) -> SideInputs:
-        return jax.tree.map(
-            lambda a: self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]), side
-        )
+        return jax.tree.map(lambda a: self._constrain_cells(a[microbatch]), side)
 
     def _constrain_cells(self, x: jax.Array) -> jax.Array:
         return self._rules.constrain(x, CELLS[: x.ndim])
-
-    def _stage_axes(self) -> str | tuple[str, ...] | None:
-        return self._rules.spec(("activation_stage",))[0]

@@ -113,7 +113,6 @@ class StagedProgram:
       offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
-      runner: the runner of `program`.
       paths: paths of the argument's leaves, in the order of the program's inputs.
     """
 
@@ -242,8 +241,7 @@ class StagedProgram:
           params: for each stage, the parameters that it needs.
           batch: global batch, laid out over all stages; M and the shards divide its rows.
           keys: "key" on each stage.
-          observe: function called for each unit of this process.
-          clocks: the clocks of this process's stages that are to be timed.
+          observe, clocks: as for `Runner.run`.
 
         Nothing is read from stages of other processes, and their sums are absent.
         """

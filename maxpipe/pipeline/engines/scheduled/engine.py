@@ -97,7 +97,6 @@ class ScheduledEngine(SpmdEngine):
     """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:
-      inputs: program, rules, configuration, layout, schedule.
       idle_fill: what idle slots compute on; tests fill them with NaN to prove that nothing reads
         them.
 

@@ -106,9 +106,7 @@ class StageProgram:
     """One stage's part of a step.
 
     Attributes:
-      settings: options of the program.
       chunk: (x [B, T, D], parameters of a chunk, its inputs) -> (y [B, T, D], auxiliary losses).
-      embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...].
       layer_specs: the `ParamSpec`s of one layer.

@@ -127,9 +127,7 @@ class LockstepPlan:
     """What every stage does in every tick: a pytree of indices, see the top of this module.
 
     Attributes:
-      F, B, W: the slots of a tick.
-      ends: embedding and head.
-      sizes: sizes of the stores.
+      F, B, W, ends: the slots of a tick, and embedding and head.
       phases: runs of ticks (start, stop) that one loop can cover, in order, over all ticks.
       splits_backward: whether the B slot runs I units, and the W slot the W units.
     """

@@ -100,10 +100,3 @@ def test_gathers_of_weights_are_in_the_slots_or_before_the_loops():
             > after["reduce_scatter"] + after["all_gather"]
         )
     assert not any(phase["reduce_scatter"] for phase in once)
-
-
-def test_loops_of_evaluation_transfer_in_one_direction():
-    engine, params = make_engine("")
-    loops = [count(p) for p in phases(engine.evaluate, params, make_batch(16))]
-    assert all(loop["ppermute"] == 1 for loop in loops)
-    assert not any(loop["reduce_scatter"] for loop in loops)

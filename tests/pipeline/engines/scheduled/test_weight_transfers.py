@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.pipeline.engines.scheduled.carry import Carry
 from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
-from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.jaxprs import CHECKPOINTS, ancestors, inner_jaxprs, open_jaxpr
 from maxpipe.pipeline.manual import Gather
 
 V, L, DEVICES = 2, 3, 2
@@ -101,3 +101,24 @@ def test_all_transfers_of_a_tick_arrive_before_the_gradient_of_the_embedding(pre
         waits.append(bool(sends) and all(arrived))
     # In the loop of F alone the embedding comes first.
     assert waits == [False, prefetch, prefetch]
+
+
+def gathers_in_layers(jaxpr, *, in_layer=False):
+    """Count all-gathers in what `jax.checkpoint` wraps: the layers."""
+    return sum(
+        (in_layer and eqn.primitive.name == "all_gather")
+        + sum(
+            gathers_in_layers(
+                open_jaxpr(inner), in_layer=in_layer or eqn.primitive.name in CHECKPOINTS
+            )
+            for inner in inner_jaxprs(eqn)
+        )
+        for eqn in jaxpr.eqns
+    )
+
+
+@pytest.mark.parametrize("prefetch", ["true", "false"])
+def test_layers_with_prefetch_gather_no_weights_of_their_own(prefetch):
+    config = fsdp_stages.config_of(**{"pipeline.fsdp_prefetch": prefetch})
+    counted = gathers_in_layers(EngineUnderTest(config).traced().jaxpr)
+    assert (counted > 0) == (prefetch == "false")
