@@ -324,7 +324,8 @@ def _pure_linen(
 
 def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
     """Return an NNX module as a function whose keys depend on microbatch and stage."""
-    graph, rng_state, other_state = nnx.split(module, nnx.RngState, ...)
+    graph, *states = nnx.split(module, nnx.RngState, ...)
+    rng_state, other_state = states
     # One draw is counted for every stream, so that the next call differs. A module from outside the
     # traced function cannot be changed, and keeps its counts.
     for _, variable in nnx.iter_graph(module):

@@ -84,7 +84,8 @@ def _repeated_block(
     # 2. Close the gaps at the ends.
     _squeeze(rows, max_in_flight)
     # 3. Put each W where its stage would idle if all units took equally long.
-    times = UnitTimes(*[(1.0,) * (2 * num_stages)] * 4)
+    unit = (1.0,) * (2 * num_stages)
+    times = UnitTimes(unit, unit, unit, unit)
     workload = Workload(num_stages, num_microbatches, 2, "v", times, max_in_flight)
     queues = workload.orders(row.order() for row in rows)
     orders = workload.raw(fill(workload, queues, patience=0.0, level=False))
