@@ -116,19 +116,13 @@ def test_lockstep_1f1b_with_fewer_microbatches_than_stages_waits_only_for_depend
         assert run.makespan == pytest.approx((V * S + M - 1) * (F + B))
 
 
-@for_each(grid(STAGES, (1, 2, 5, 8, 13, 32)))
-def test_1f1b_has_its_published_time_and_memory(S, M):
-    run = simulate(load_schedule("1f1b", S, M), COSTS)
+@for_each(grid(STAGES, (1, 2, 5, 8, 13, 32), (("1f1b", 1), ("eager_1f1b", 2))))
+def test_1f1b_and_eager_1f1b_have_their_published_time_and_memory(S, M, schedule):
+    name, delay = schedule
+    run = simulate(load_schedule(name, S, M), COSTS)
     assert run.makespan == pytest.approx((M + S - 1) * (F + B))
     assert run.bubble == pytest.approx((S - 1) * (F + B))
-    assert run.peak_in_flight.tolist() == [min(M, S - s) for s in range(S)]
-
-
-@for_each(grid(STAGES, (1, 2, 5, 8, 13, 32)))
-def test_eager_1f1b_has_its_published_time_and_memory(S, M):
-    run = simulate(load_schedule("eager_1f1b", S, M), COSTS)
-    assert run.bubble == pytest.approx((S - 1) * (F + B))
-    assert run.peak_in_flight.tolist() == [min(M, 2 * (S - s) - 1) for s in range(S)]
+    assert run.peak_in_flight.tolist() == [min(M, delay * (S - 1 - s) + 1) for s in range(S)]
 
 
 @pytest.mark.parametrize("S", [2, 4, 8])
@@ -152,22 +146,14 @@ def test_interleaved_1f1b_has_its_published_time_and_memory(S, V, groups):
 SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 
 
-@for_each(grid(STAGES, (0, 1, 7), SPLIT_COSTS))
-def test_zb_h1_has_its_published_time_and_memory(S, extra, costs):
+@for_each(grid(STAGES, (0, 1, 7), SPLIT_COSTS, (("zb_h1", 1), ("zb_h2", 2))))
+def test_zb_h1_and_zb_h2_have_their_published_time_and_memory(S, extra, costs, schedule):
     F, I, W = costs
-    M = S + extra
-    run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
-    assert run.idle_in_span == pytest.approx((S - 1) * (F + I - W))
-    assert run.peak_in_flight.tolist() == [S] * S
-
-
-@for_each(grid(STAGES, (0, 1, 7), SPLIT_COSTS))
-def test_zb_h2_has_its_published_time_and_memory(S, extra, costs):
-    F, I, W = costs
-    M = 2 * S - 1 + extra
-    run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
-    assert run.idle_in_span == pytest.approx((S - 1) * (F + I - 2 * W))
-    assert run.peak_in_flight.tolist() == [2 * S - 1] * S
+    name, delay = schedule
+    peak = delay * (S - 1) + 1
+    run = simulate(load_schedule(name, S, peak + extra), Costs(F, F, I, W))
+    assert run.idle_in_span == pytest.approx((S - 1) * (F + I - delay * W))
+    assert run.peak_in_flight.tolist() == [peak] * S
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
