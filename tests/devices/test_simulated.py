@@ -6,7 +6,13 @@ import jax
 import pytest
 
 from maxpipe.config import Config, replace
-from maxpipe.devices.simulated import explain_threads, hindrance, start_threads, uses_cache
+from maxpipe.devices.simulated import (
+    explain_threads,
+    hindrance,
+    hindrance_of,
+    start_threads,
+    uses_cache,
+)
 
 CACHE = replace(Config(), **{"compile.cache_dir": "cache"})
 LOAD = replace(Config(), **{"compile.load": "step.bin"})
@@ -73,11 +79,6 @@ class TestProgramsFromFiles:
         assert uses_cache(CACHE)
         assert explain_threads(CACHE) == []
 
-    def test_hindrance_with_several_processes_names_them(self, monkeypatch):
-        monkeypatch.setenv("NPROC", "128")
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        assert "several processes" in hindrance()
-
     def test_explain_threads_with_too_few_of_the_users_names_the_number(self, monkeypatch):
         for config, processes in ((Config(), 2), (OUTSIDE, 1), (CACHE, 2)):
             monkeypatch.setenv("NPROC", "6")
@@ -91,10 +92,10 @@ class TestProgramsFromFiles:
         all_inside = replace(Config(), **{"pipeline.parallel_layers": Config().model.num_layers})
         assert not [line for line in explain_threads(all_inside) if "NPROC" in line]
 
-    def test_hindrance_with_more_devices_than_threads_names_the_limit(self, monkeypatch):
+    def test_hindrance_of_several_processes_and_of_too_many_devices_names_them(self, monkeypatch):
         monkeypatch.setenv("NPROC", "1024")
-        monkeypatch.setattr(jax, "device_count", lambda: 64)
-        assert "at most 16 CPU devices, not on 64" in hindrance()
+        assert "several processes" in hindrance_of(8, 2)
+        assert "at most 16 CPU devices, not on 64" in hindrance_of(64, 1)
 
     def test_explain_threads_without_a_cache_directory_names_the_remedy(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")

@@ -203,15 +203,6 @@ def test_train_config_error_in_all_processes_is_printed_by_all(tmp_path):
     assert all(shown.search(process.output) for process in started), output
 
 
-def test_members_are_killed_if_test_fails(tmp_path):
-    forever = "import time; print('here', flush=True); time.sleep(600)"
-    with pytest.raises(RuntimeError), members(tmp_path, 2, [], program=forever) as started:  # noqa: PT012
-        for process in started:
-            process.wait_for("here")
-        raise RuntimeError
-    assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
-
-
 @pytest.mark.grid
 def test_train_unshared_output_dir_exits_with_2(tmp_path):
     output = output_of(
