@@ -55,13 +55,17 @@ def run_and_read(names: Iterable[str], directory: Path) -> dict[str, Values | st
     jobs = {}
     for name in names:
         if name in CONFIGURATIONS:
-            jobs[name] = [str(HERE / "base.yml"), f"run_name={name}", *CONFIGURATIONS[name]]
+            jobs[name] = _words(name, CONFIGURATIONS[name])
         else:
             shutil.copytree(STORED / name, directory / name)
             words = [str(STORED / name / "config.yml"), "checkpoint.resume=must", "stop_after=0"]
             jobs[name] = [*words, f"output_dir={directory}"]
     run_all(jobs, directory)
     return {name: _values_or_log(name, directory) for name in jobs}
+
+
+def _words(name: str, words: str) -> list[str]:
+    return [str(HERE / "base.yml"), f"run_name={name}", *words.split()]
 
 
 def _values_or_log(name: str, directory: Path) -> Values | str:
@@ -74,10 +78,7 @@ def _values_or_log(name: str, directory: Path) -> Values | str:
 
 def store_runs(directory: Path) -> None:
     """Train each stored run to its checkpoint and keep its directory, without event files."""
-    jobs = {
-        name: [str(HERE / "base.yml"), f"run_name={name}", *words]
-        for name, words in STORED_RUNS.items()
-    }
+    jobs = {name: _words(name, words) for name, words in STORED_RUNS.items()}
     run_all(jobs, directory)
     for name in jobs:
         assert (directory / name / "checkpoints" / str(STORED_STEP)).exists(), log_of(
@@ -103,9 +104,8 @@ def save(name: str, values: Values, reason: str) -> None:
 
 def tolerance(name: str) -> float:
     """Return the relative tolerance of a name on any machine."""
-    return (
-        BFLOAT16_TOLERANCE if "model.dtype=bfloat16" in CONFIGURATIONS.get(name, ()) else TOLERANCE
-    )
+    is_bfloat16 = "model.dtype=bfloat16" in CONFIGURATIONS.get(name, "")
+    return BFLOAT16_TOLERANCE if is_bfloat16 else TOLERANCE
 
 
 def _formatted(recording: Recording) -> str:

@@ -21,9 +21,8 @@ ROOT = HERE.parents[1]
 TIMEOUT_SECONDS = 1200
 # What makes kernels quick takes most of the time and has no part in what is compared.
 XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-if version("jaxlib").startswith(
-    "0.10."
-):  # later versions end the process at a flag that they no longer have
+# Later versions end the process at a flag that they no longer have.
+if version("jaxlib").startswith("0.10."):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 # Variables of the caller that could change a result, or how processes find each other.
 _FOREIGN = ("JAX_", "XLA_", "PJRT_", "NPROC", "LIBTPU_", "SLURM_", "OMPI_", "MAXPIPE_", "TPU_")
