@@ -45,10 +45,7 @@ def gather(monkeypatch, index, number=0):
 
 @pytest.mark.parametrize(
     ("late", "calls"),
-    [
-        ((), ["directory", "delete"]),
-        ((2, 5, 11), ["directory", "wait", "directory", "delete"]),
-    ],
+    [((), ["directory", "delete"]), ((2, 5, 11), ["directory", "wait", "directory", "delete"])],
 )
 def test_reports_are_read_at_once_in_order_and_then_deleted(late, calls, store, monkeypatch):
     for index in range(11, 0, -1):

@@ -41,8 +41,7 @@ def results(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES]
 )
 def test_run_gives_recorded_values(results, name):
     actual = results[name]

@@ -103,11 +103,7 @@ def test_train_one_of_two_is_stopped_the_other_ends_with_124_and_stacks(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "doing",
-    [
-        (),
-        ("checkpoint.every=1",),
-        ("eval.every=1", "eval.batches=20"),
-    ],
+    [(), ("checkpoint.every=1",), ("eval.every=1", "eval.batches=20")],
     ids=["step", "save", "evaluation"],
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

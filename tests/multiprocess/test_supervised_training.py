@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.runs import assert_same_run, losses, rows
-from helpers.training_process import (
-    SUPERVISED,
-    command,
-    ended,
-    members,
-    output_of,
-    run,
-    trainer_of,
-)
+from helpers.training_process import SUPERVISED, command, ended, members, output_of, run, trainer_of
 
 from maxpipe.supervise import __main__ as supervise
 

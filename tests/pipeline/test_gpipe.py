@@ -244,10 +244,7 @@ def test_pipeline_module_names_the_stage_axis_of_partitioned_parameters():
     kernel = variables["params"]["Dense_0"]["kernel"]
     assert (kernel.names, kernel.value.shape) == (("pipe", None, None), (2, WIDTH, WIDTH))
     specs = nn.get_partition_spec(variables)["params"]["Dense_0"]
-    assert (specs["kernel"], specs["bias"]) == (
-        PartitionSpec("pipe", None, None),
-        PartitionSpec(),
-    )
+    assert (specs["kernel"], specs["bias"]) == (PartitionSpec("pipe", None, None), PartitionSpec())
 
 
 def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():

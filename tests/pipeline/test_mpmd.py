@@ -191,20 +191,9 @@ def test_batches_of_several_sizes_and_auxiliary_values_are_averaged():
     [
         (
             "mean",
-            {
-                "signed": jnp.float32(2e9),
-                "unsigned": jnp.float32(200),
-                "boolean": jnp.float32(1),
-            },
+            {"signed": jnp.float32(2e9), "unsigned": jnp.float32(200), "boolean": jnp.float32(1)},
         ),
-        (
-            "sum",
-            {
-                "signed": jnp.int32(-6),
-                "unsigned": jnp.uint32(600),
-                "boolean": jnp.int32(3),
-            },
-        ),
+        ("sum", {"signed": jnp.int32(-6), "unsigned": jnp.uint32(600), "boolean": jnp.int32(3)}),
     ],
 )
 def test_integers_are_averaged_in_float32_and_added_up_in_32_bits(reduction, expected):

@@ -103,10 +103,7 @@ MESHES = {
     "tensor": "tensor=2 logit_tiles=3 tie_embeddings=false",
     "spread": "fsdp=2",
 }
-SPREAD = {
-    "embed": ["fsdp", "context"],
-    "outer_embed": ["stage", "fsdp", "context"],
-}
+SPREAD = {"embed": ["fsdp", "context"], "outer_embed": ["stage", "fsdp", "context"]}
 
 
 @pytest.mark.grid

@@ -187,10 +187,7 @@ MODELS = {
     ),
     "latent": Model(
         LATENT_WORDS + " num_layers=2",
-        default=[
-            "engine=sequential fsdp=2 tensor=2 context=2",
-            "schedule=1f1b context=2 tensor=2",
-        ],
+        default=["engine=sequential fsdp=2 tensor=2 context=2", "schedule=1f1b context=2 tensor=2"],
         slow=[
             "schedule=zb_v num_layers=4 num_repeats=2 context=2 tensor=2",
             "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "
@@ -201,10 +198,7 @@ MODELS = {
     ),
     "lora": Model(
         "num_layers=2 lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
-        default=[
-            "schedule=lockstep_1f1b fsdp=2",
-            "schedule=circular fsdp=2",
-        ],
+        default=["schedule=lockstep_1f1b fsdp=2", "schedule=circular fsdp=2"],
         slow=[
             "engine=sequential num_microbatches=2 fsdp=2 tensor=2",
             "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "

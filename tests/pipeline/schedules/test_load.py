@@ -95,10 +95,7 @@ def ordered(*orders):
         (lambda s, m: from_ticks("own", s, 1, LOCKSTEP, placement="up"), "placement must be loop"),
         (ordered(*ORDERS), "num_microbatches=1, but was asked for 4"),
         (lambda s, m: None, "returned NoneType; return a Table"),
-        (
-            ordered(ORDERS[0][::-1], ORDERS[1]),
-            "wait for ever: .*1F0 for 0F0",
-        ),
+        (ordered(ORDERS[0][::-1], ORDERS[1]), "wait for ever: .*1F0 for 0F0"),
         (ordered(ORDERS[0], ORDERS[1][:1]), "wait for ever: 0B0 for 1B0; .* missing"),
         (ordered([*ORDERS[0], ("F", 0, 0)], ORDERS[1]), "0F0 is doubled"),
         (ordered(ORDERS[1], ORDERS[0]), "1F0 is on stage 0; its chunk belongs to stage 1"),

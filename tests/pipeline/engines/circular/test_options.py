@@ -164,10 +164,7 @@ def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, m
     assert all(shape[:2] == (iterations, 1) for shape in shapes)  # one stage on each device
 
 
-@pytest.mark.parametrize(
-    "changes",
-    ["tensor=3 fsdp=1", "scan_layers_per_stage=true"],
-)
+@pytest.mark.parametrize("changes", ["tensor=3 fsdp=1", "scan_layers_per_stage=true"])
 def test_stores_of_residuals_are_filled_where_other_dimensions_are_split(changes, monkeypatch):
     """The partitioner gives every device the whole of an array that nothing fills."""
 

@@ -134,11 +134,7 @@ REPEATS = {
     "v_min": (2,),
     "dualpipe_v": (2,),
 }
-REMAT = (
-    "remat_policy=full",
-    "remat_policy=minimal remat_layers=true",
-    "remat_policy=none",
-)
+REMAT = ("remat_policy=full", "remat_policy=minimal remat_layers=true", "remat_policy=none")
 
 
 def product():

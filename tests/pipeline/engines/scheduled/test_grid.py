@@ -74,14 +74,7 @@ def check(case):
 SIMPLE = {name: values[0] for name, values in FACTORS.items()} | {"nan_idle": True}
 SPLIT = SIMPLE | {"schedule": "lockstep_zb", "stages": 2, "scan": False, "remat": "minimal"}
 CASES = [
-    SPLIT
-    | {
-        "repeats": 2,
-        "microbatches": 1.5,
-        "mesh": "fsdp",
-        "tied": True,
-        "block": "balanced",
-    },
+    SPLIT | {"repeats": 2, "microbatches": 1.5, "mesh": "fsdp", "tied": True, "block": "balanced"},
     SIMPLE
     | {
         "stages": 4,
