@@ -237,6 +237,7 @@ def _backward(
         start = steady._replace(earlier=float32_zeros(trained(earlier)))
         switch = phase(start, r * M, fill, weights, earlier)
         totals = _store_gradient(iterations, totals, r, switch.sums)
+        assert switch.earlier is not None
         return BackwardCarry(switch.state, switch.earlier, None, totals)
 
     carry, weights = _visit_repeats(iterations, gather, carry, window, visit)
