@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
-from maxpipe.sharding.rules import axes_of, only, without
+from maxpipe.sharding.rules import axes_by_dimension, axes_of, only, without
 from maxpipe.sharding.torus import ONE_SLICE, Route, gather_dimension, scatter_dimension
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
@@ -82,11 +82,9 @@ class Gather:
         self._dtype = dtype
         self._route = route
         self.spec = spec
-        self._dims: list[tuple[int, tuple[str, ...]]] = []
         self.axes = axes_of(only(spec, manual))
-        for dim, entry in enumerate(without(only(spec, manual), in_use)):
-            if entry is not None:
-                self._dims.append((dim, entry if isinstance(entry, tuple) else (entry,)))
+        gathered = axes_by_dimension(without(only(spec, manual), in_use))
+        self._dims = [(dim, axes) for dim, axes in enumerate(gathered) if axes]
         self.gathered_axes = {axis for _, axes in self._dims for axis in axes}
         self._differentiable = jax.custom_vjp(lambda shard: self.gather(shard))
         self._differentiable.defvjp(

@@ -13,7 +13,7 @@ from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs, outer_a
 from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
 from maxpipe.pipeline.manual import MANUAL_AXES, Gather
 from maxpipe.sharding.collectives import EXPERT_AXIS
-from maxpipe.sharding.rules import AxisRules, axes_of, without
+from maxpipe.sharding.rules import AxisRules, axes_by_dimension, axes_of, without
 from maxpipe.sharding.torus import TORUS_AXIS
 
 # Mesh axes that split a parameter only to save memory: it is gathered over them for use. Expert is
@@ -149,11 +149,8 @@ class Weights:
 
 def _gathers_minor_axes(at_rest: PartitionSpec, target: PartitionSpec) -> bool:
     """Return whether shards that are gathered are next to each other in every dimension."""
-    for before, after in zip(at_rest, target, strict=True):
-        axes, kept = (e if isinstance(e, tuple) else (e,) if e else () for e in (before, after))
-        if axes[: len(kept)] != kept:
-            return False
-    return True
+    dimensions = zip(axes_by_dimension(at_rest), axes_by_dimension(target), strict=True)
+    return all(axes[: len(kept)] == kept for axes, kept in dimensions)
 
 
 def spec_for_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:

@@ -154,16 +154,16 @@ def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 def axes_of(spec: PartitionSpec) -> set[str]:
     """Return the mesh axes that `spec` lays dimensions over."""
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
-    return {axis for entry in entries for axis in entry}
+    return {axis for axes in axes_by_dimension(spec) for axis in axes}
+
+
+def axes_by_dimension(spec: PartitionSpec) -> list[MeshAxes]:
+    """Return the mesh axes of each dimension: P(None, "fsdp") -> [(), ("fsdp",)]."""
+    return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
 
 
 def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
-    entries: list[MeshAxes] = []
-    for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        entries.append(tuple(name for name in names if keep(name)))
-    return _partition_spec(entries)
+    return _partition_spec([tuple(filter(keep, axes)) for axes in axes_by_dimension(spec)])
 
 
 def _partition_spec(entries: Sequence[MeshAxes]) -> PartitionSpec:

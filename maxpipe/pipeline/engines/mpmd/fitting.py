@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.pipeline import jaxprs
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.sharding.rules import axes_by_dimension, axes_of
 
 
 def check_program(program: SlicedProgram, table: Table) -> None:
@@ -118,7 +119,7 @@ def layout(
         divide the array.
     """
     where = f"{name} {list(x.shape)} with {spec} on stage {stage}"
-    if any(axis not in mesh.axis_names for axis in _axes(spec)):
+    if any(axis not in mesh.axis_names for axis in axes_of(spec)):
         raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
     # The caller has asked for these axes, so none may be left out silently.
     if fitted(spec, x.shape, mesh) != spec:
@@ -128,19 +129,9 @@ def layout(
 
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """Return the spec without the axes that do not divide a dimension of `shape` on `mesh`."""
-
-    def divides(entry: str | tuple[str, ...] | None, length: int) -> bool:
-        return length % math.prod(mesh.shape[axis] for axis in _axes([entry])) == 0
-
+    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in axes_by_dimension(spec)]
     # A spec may be shorter than the shape: the dimensions that it lacks are not split.
-    entries = list(zip(spec, shape, strict=False))
-    if all(divides(entry, length) for entry, length in entries):
+    fits = [length % count == 0 for count, length in zip(counts, shape, strict=False)]
+    if all(fits):
         return spec
-    return PartitionSpec(*(entry if divides(entry, length) else None for entry, length in entries))
-
-
-def _axes(entries: Sequence[str | tuple[str, ...] | None] | PartitionSpec) -> list[str]:
-    axes: list[str] = []
-    for entry in entries:
-        axes += [entry] if isinstance(entry, str) else entry or ()
-    return axes
+    return PartitionSpec(*(entry if fit else None for entry, fit in zip(spec, fits, strict=False)))

@@ -30,7 +30,7 @@ from jax.tree_util import KeyPath
 from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.manual import BATCH_AXES, Gather, psum
 from maxpipe.sharding.collectives import CONTEXT_AXIS
-from maxpipe.sharding.rules import AxisRules, axes_of, only, without
+from maxpipe.sharding.rules import AxisRules, axes_by_dimension, axes_of, only, without
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,8 @@ def total_of(
 
 def split_counts(spec: PartitionSpec, mesh: AbstractMesh, ndim: int) -> list[int]:
     # A spec may be shorter than the array: further dimensions are not split.
-    entries = [*spec, *[None] * (ndim - len(spec))]
-    names = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]
-    return [math.prod(mesh.shape[axis] for axis in axes) for axes in names]
+    dimensions = axes_by_dimension(spec) + [()] * (ndim - len(spec))
+    return [math.prod(mesh.shape[axis] for axis in axes) for axes in dimensions]
 
 
 Results = TypeVar("Results")
