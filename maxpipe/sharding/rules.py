@@ -162,6 +162,13 @@ def axes_by_dimension(spec: PartitionSpec) -> list[MeshAxes]:
     return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
 
 
+def split_counts(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ndim: int) -> list[int]:
+    """Return over how many devices `spec` splits each dimension of an array."""
+    # A spec may be shorter than the array: further dimensions are not split.
+    dimensions = axes_by_dimension(spec) + [()] * (ndim - len(spec))
+    return [math.prod(mesh.shape[axis] for axis in axes) for axes in dimensions]
+
+
 def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
     return _partition_spec([tuple(filter(keep, axes)) for axes in axes_by_dimension(spec)])
 

@@ -4,7 +4,6 @@ Meshes may differ in size, not in the names of their axes. So one PartitionSpec 
 lies on every stage.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.pipeline import jaxprs
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.sharding.rules import axes_by_dimension, axes_of
+from maxpipe.sharding.rules import axes_of, split_counts
 
 
 def check_program(program: SlicedProgram, table: Table) -> None:
@@ -129,8 +128,7 @@ def layout(
 
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """Return the spec without the axes that do not divide a dimension of `shape` on `mesh`."""
-    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in axes_by_dimension(spec)]
-    # A spec may be shorter than the shape: the dimensions that it lacks are not split.
+    counts = split_counts(spec, mesh, len(shape))
     fits = [length % count == 0 for count, length in zip(counts, shape, strict=False)]
     if all(fits):
         return spec

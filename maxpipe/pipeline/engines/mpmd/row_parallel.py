@@ -30,7 +30,7 @@ from jax.tree_util import KeyPath
 from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.manual import BATCH_AXES, Gather, psum
 from maxpipe.sharding.collectives import CONTEXT_AXIS
-from maxpipe.sharding.rules import AxisRules, axes_by_dimension, axes_of, only, without
+from maxpipe.sharding.rules import AxisRules, axes_of, only, split_counts, without
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,6 @@ def total_of(
         return Total(axes, without(spec, gather.gathered_axes), spec, gather)
     # Each unit has scattered it over the axes that split the parameter.
     return Total(tuple(axis for axis in several if axis not in gather.axes), spec, spec, None)
-
-
-def split_counts(spec: PartitionSpec, mesh: AbstractMesh, ndim: int) -> list[int]:
-    # A spec may be shorter than the array: further dimensions are not split.
-    dimensions = axes_by_dimension(spec) + [()] * (ndim - len(spec))
-    return [math.prod(mesh.shape[axis] for axis in axes) for axes in dimensions]
 
 
 Results = TypeVar("Results")
