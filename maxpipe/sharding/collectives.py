@@ -91,10 +91,7 @@ def _delivered_backward(
 
 
 delivered.defvjp(
-    lambda x, there, back, *static: (
-        delivered(x, there, back, *static),
-        (there, back, x.shape[0]),
-    ),
+    lambda x, there, back, *static: (delivered(x, there, back, *static), (there, back, x.shape[0])),
     _delivered_backward,
 )
 

@@ -108,9 +108,8 @@ class AxisRules:
             if text not in self._reported:
                 self._reported.add(text)
                 self._show(text)
-        return jax.lax.with_sharding_constraint(
-            x, spec if manual else NamedSharding(self.mesh, spec)
-        )
+        layout = spec if manual else NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(x, layout)
 
     def size(self, axis: str) -> int:
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
