@@ -1,7 +1,6 @@
 """Build a trainer from a resolved configuration; model and engine are picked nowhere else."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,21 +8,18 @@ from jax.sharding import Mesh
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import implementation
+from maxpipe.config.imports import attribute_of, implementation
 from maxpipe.config.rules.engines import check_offloading, check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
-from maxpipe.devices.agreement import agree_on
 from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.host_memory import has_host_memory
-from maxpipe.devices.mesh import crossing_axes, has_whole_processes
-from maxpipe.devices.transfers import describe_transfers, processes_of
+from maxpipe.devices.mesh import crossing_axes, has_whole_processes, stage_meshes
+from maxpipe.devices.transfers import processes_of
 from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_gating, choose_rotation
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
-from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
@@ -32,10 +28,7 @@ from maxpipe.plan.prefetch import gathers_in_steps
 from maxpipe.plan.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
-from maxpipe.training.mpmd_trainer import MpmdTrainer
-from maxpipe.training.stored_step import StoredStep
-from maxpipe.training.trainer import SpmdTrainer, Trainer
-from maxpipe.training.update import Optimizer
+from maxpipe.training.trainer import Trainer
 
 
 def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> EngineInputs:
@@ -113,58 +106,19 @@ def build_trainer(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> Tr
     device = mesh.devices.flat[0]
     if not has_host_memory(device):
         check_offloading(config, device.device_kind)
+    facts = ENGINES[config.pipeline.engine]
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
-        if ENGINES[config.pipeline.engine].one_program:
-            return build_spmd_trainer(config, mesh, inputs)
-        return build_mpmd_trainer(config, mesh, inputs, note)
+        if not facts.one_program:
+            _check_whole_processes(config, mesh)
+        engine = build_engine(config, inputs)
     except ScheduleError as error:
         # Every reason begins with its key.
         raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
-
-
-def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
-    """Build a trainer with one program on all devices; arguments as for `build_trainer`.
-
-    Raises:
-      ConfigError: the schedule splits backwards, which another option does not allow.
-    """
-    specs = inputs.program.specs
-    # The engine first: if it cannot run the table at all, that is the better message.
-    engine = build_engine(config, inputs)
-    _check_split_backwards(config, inputs)
-    return SpmdTrainer(
-        specs,
-        engine,
-        inputs.rules,
-        Optimizer(config.optimizer, specs, config.model.moe.bias_rate),
-        load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
-        adds_batch_digest=config.telemetry.batch_digest,
-    )
-
-
-def build_mpmd_trainer(
-    config: Config, mesh: Mesh, inputs: EngineInputs, note: Note = ignore_note
-) -> Trainer:
-    """Build a trainer with separate programs for each stage; arguments as for `build_trainer`.
-
-    Raises:
-      ConfigError: the stages are not whole processes, processes have traced different programs, or
-        the schedule splits backwards, which another option does not allow.
-    """
-    _check_split_backwards(config, inputs)
-    _check_whole_processes(config, mesh)
-    engine = build_engine(config, inputs)
-    if jax.process_count() > 1:
-        _check_agreement(engine)
-        note(f"transfers between processes: {describe_transfers()}")
-    return MpmdTrainer(
-        inputs.program.specs,
-        engine,
-        AxisRules(config.sharding.logical_axis_rules, mesh),
-        partial(Optimizer, config.optimizer, bias_rate=config.model.moe.bias_rate),
-        adds_batch_digest=config.telemetry.batch_digest,
-    )
+    # The rules know the schedules of the catalogue but no CSV files.
+    if inputs.table is not None and "W" in inputs.table.kinds:
+        check_split_backwards(config)
+    return attribute_of(facts.trainer).of_run(config, mesh, inputs, engine, note)
 
 
 def _check_whole_processes(config: Config, mesh: Mesh) -> None:
@@ -177,23 +131,3 @@ def _check_whole_processes(config: Config, mesh: Mesh) -> None:
             "engine=auto"
         )
         raise ConfigError(Problem("mesh.ici.stage", message))
-
-
-def _check_agreement(engine: MpmdEngine) -> None:
-    """Check that several processes can run their stages together; all of them call this."""
-    if not describe_transfers():
-        message = (
-            "JAX has started for another engine, without sockets between its processes; start the "
-            "run in new processes"
-        )
-        raise ConfigError(Problem("pipeline.engine", message))
-    if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
-        reason = "a stage of several processes has no memory of one host"
-        raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))
-    agree_on({"traced program": fingerprint(engine.training.program, engine.table)})
-
-
-def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:
-    """Check the table itself: the rules know the schedules of the catalogue but no CSV files."""
-    if inputs.table is not None and "W" in inputs.table.kinds:
-        check_split_backwards(config)

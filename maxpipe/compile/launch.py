@@ -33,9 +33,8 @@ from maxpipe.config.options import update
 from maxpipe.config.outputs import write_file
 from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
-from maxpipe.devices.mesh import build_mesh
+from maxpipe.devices.mesh import build_mesh, stage_meshes
 from maxpipe.devices.xla_flags import advice
-from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.plan.auto_stages import choose_stages
 

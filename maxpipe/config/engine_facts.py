@@ -41,6 +41,7 @@ class Engine:
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
       auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
+      trainer: "module:class" of the trainer that runs it.
     """
 
     implementation: str
@@ -55,6 +56,7 @@ class Engine:
     runs_csv: bool = False
     whole_rounds: bool = False
     auto_stages: bool = False
+    trainer: str = "maxpipe.training.trainer:SpmdTrainer"
 
     def takes(self, key: str) -> bool:
         """Return whether it reads a key; True for every key outside `pipeline.*`."""
@@ -177,5 +179,6 @@ ENGINES: dict[str, Engine] = {
         one_program=False,
         runs_csv=True,
         auto_stages=True,
+        trainer="maxpipe.training.mpmd_trainer:MpmdTrainer",
     ),
 }

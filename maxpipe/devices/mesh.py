@@ -55,6 +55,16 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
     return Mesh(grid, MESH_AXES)
 
 
+def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """Return the mesh of each stage: all axes, `stage` with size 1."""
+    # The axis stays, with size 1, so that specs of the whole mesh are legal on a stage.
+    axis = mesh.axis_names.index("stage")
+    return tuple(
+        Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
+        for stage in range(mesh.shape["stage"])
+    )
+
+
 def whole_processes(grid: np.ndarray) -> np.ndarray:
     """Return the devices arranged so that no process has parts of several stages, if possible.
 

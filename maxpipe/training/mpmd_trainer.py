@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.devices import processes
-from maxpipe.devices.transfers import absent, is_here, processes_of, send
+from maxpipe.devices.agreement import agree_on
+from maxpipe.devices.transfers import absent, describe_transfers, is_here, processes_of, send
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params
-from maxpipe.pipeline.engines.base import Batch, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
+from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.expert_load import load_figures, with_excess
@@ -134,6 +139,21 @@ class MpmdTrainer(Trainer[MpmdState]):
             )
             for optimizer, shardings in zip(self._optimizers, self._shardings, strict=True)
         ]
+
+    @classmethod
+    def of_run(
+        cls, config: Config, mesh: Mesh, inputs: EngineInputs, engine: MpmdEngine, note: Note
+    ) -> Self:
+        if jax.process_count() > 1:
+            _check_agreement(engine)
+            note(f"transfers between processes: {describe_transfers()}")
+        return cls(
+            inputs.program.specs,
+            engine,
+            AxisRules(config.sharding.logical_axis_rules, mesh),
+            partial(Optimizer, config.optimizer, bias_rate=config.model.moe.bias_rate),
+            adds_batch_digest=config.telemetry.batch_digest,
+        )
 
     def init(self, key: jax.Array) -> MpmdState:
         stages = []
@@ -378,6 +398,20 @@ class OfStages:
     """A leaf of a tree that holds a part for each stage."""
 
     parts: list[Any]
+
+
+def _check_agreement(engine: MpmdEngine) -> None:
+    """Check that several processes can run their stages together; all of them call this."""
+    if not describe_transfers():
+        message = (
+            "JAX has started for another engine, without sockets between its processes; start the "
+            "run in new processes"
+        )
+        raise ConfigError(Problem("pipeline.engine", message))
+    if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
+        reason = "a stage of several processes has no memory of one host"
+        raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))
+    agree_on({"traced program": fingerprint(engine.training.program, engine.table)})
 
 
 def _norm(squares: list[jax.Array]) -> jax.Array:

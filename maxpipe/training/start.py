@@ -44,12 +44,11 @@ from maxpipe.devices.chips import (
     explain_quantisation,
 )
 from maxpipe.devices.cluster import job_of_process
-from maxpipe.devices.mesh import build_mesh, num_slices
+from maxpipe.devices.mesh import build_mesh, num_slices, stage_meshes
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import start_jax
 from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
-from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.supervise.failure import MemoryTooSmall, failing_fast

@@ -8,17 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.devices.host_memory import to_host
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.batches import batch_digest
@@ -35,6 +37,7 @@ from maxpipe.training.state import (
     with_sharding,
 )
 from maxpipe.training.step import train_step
+from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.update import Optimizer
 
 StateT = TypeVar("StateT")
@@ -68,6 +71,23 @@ class Trainer(ABC, Generic[StateT]):
         self._rules = rules
         self._optimizer = optimizer
         self._num_layers = num_layers
+
+    @classmethod
+    @abstractmethod
+    def of_run(
+        cls, config: Config, mesh: Mesh, inputs: EngineInputs, engine: Any, note: Note
+    ) -> Self:
+        """Build the trainer of a resolved configuration.
+
+        Args:
+          config: the configuration; the inputs' may have some automatic values decided.
+          mesh: the mesh of all devices.
+          inputs, engine: the engine, and what it was built from.
+          note: function that receives each automatic decision and its reason.
+
+        Raises:
+          ConfigError: the processes of the run cannot train together with this engine.
+        """
 
     @cached_property
     def _on_disk(self) -> TrainState:
@@ -179,6 +199,20 @@ class SpmdTrainer(Trainer[TrainState]):
         )
         self._forward = jax.jit(engine.evaluate, in_shardings=(self._param_shardings, batch))
         self._program = Programs()
+
+    @classmethod
+    def of_run(
+        cls, config: Config, mesh: Mesh, inputs: EngineInputs, engine: SpmdEngine, note: Note
+    ) -> Self:
+        specs = inputs.program.specs
+        return cls(
+            specs,
+            engine,
+            inputs.rules,
+            Optimizer(config.optimizer, specs, config.model.moe.bias_rate),
+            load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
+            adds_batch_digest=config.telemetry.batch_digest,
+        )
 
     def init(self, key: jax.Array) -> TrainState:
         return jax.jit(self._new_state, out_shardings=self._shardings)(key)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
+from maxpipe.devices.mesh import stage_meshes
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.model.parameters import Params, trainable, with_trainable
 from maxpipe.pipeline import microbatches
@@ -317,16 +318,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 def _params(tree: Params) -> dict[KeyPath, Any]:
     """Return the leaves of parameters, or of a tree like them, by their paths in `Arguments`."""
     return dict(jax.tree_util.tree_leaves_with_path({"params": tree}))
-
-
-def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """Return the mesh of each stage: all axes, `stage` with size 1."""
-    # The axis stays, with size 1, so that specs of the whole mesh are legal on a stage.
-    axis = mesh.axis_names.index("stage")
-    return tuple(
-        Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
-        for stage in range(mesh.shape["stage"])
-    )
 
 
 def _of_all_stages(parts: Sequence[Params]) -> Params:
