@@ -80,7 +80,7 @@ def test_attention_and_its_options_equal_the_loop_over_queries():
         ({"model.qk_norm": True}, {"query_norm", "key_norm"}),
         ({"model.attention_bias": True}, {"query_bias", "key_bias", "value_bias"}),
     ],
-    ids=str,
+    ids=["plain", "qk_norm", "attention_bias"],
 )
 def test_attention_layer_equals_numpy(values, added):
     apply, params, x = make(**values)
