@@ -36,13 +36,14 @@ def check_inputs(loaded: Loaded) -> None:
     Raises:
       ConfigError: something is missing or unusable; it lists all problems.
     """
+    if announced_processes() > 1 or is_cluster():
+        return
     config = derive_known(loaded.config)
     directory, resume = RunDirectory(config), config.checkpoint.resume
     store = StepsDirectory(directory.checkpoints)
     if step_since(resume, job_of_process(), store.steps(), store.record) is not None:
         resume = AUTO  # as `followed_once`
-    is_finished = resume in NEWEST and max(store.steps(), default=0) >= config.steps
-    if announced_processes() > 1 or is_cluster() or is_finished:
+    if resume in NEWEST and max(store.steps(), default=0) >= config.steps:
         return
     parts: list[Part] = [
         partial(_check_executable, config.compile.load),

@@ -61,11 +61,7 @@ from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.elastic import BuildTrainer, build_with_step_ahead, compile_ahead, fit_hosts
-from maxpipe.training.initial_weights import (
-    open_weights,
-    with_adapters,
-    with_progress,
-)
+from maxpipe.training.initial_weights import open_weights, with_adapters, with_progress
 from maxpipe.training.loop import DONE, Session, run_and_close, train
 from maxpipe.training.resuming import (
     DOCUMENTS,
