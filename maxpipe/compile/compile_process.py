@@ -18,6 +18,7 @@ from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.candidate import Proof
 from maxpipe.storage.records import read_record
 from maxpipe.supervise.ending import die_with_parent
+from maxpipe.supervise.signals import handling
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
@@ -45,7 +46,11 @@ def compile_command(
       environment: variables in addition to those of this process.
     """
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory:
+    with (
+        # At SIGTERM, too, the compiler ends and its files are removed.
+        handling([signal.SIGTERM], lambda number, _: sys.exit(128 + number)),
+        tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory,
+    ):
         report, log = Path(directory, "report.json"), Path(directory, "log")
         command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
         with log.open("wb") as output, progress("", note):

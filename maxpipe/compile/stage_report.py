@@ -30,11 +30,7 @@ from maxpipe.compile.prediction.predict import (
 from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.stage_timeline import predict_stages, stage_words, unit_costs
 from maxpipe.compile.prediction.timeline import Timeline
-from maxpipe.compile.programs import (
-    CompiledProgram,
-    StagesTrainer,
-    compile_programs,
-)
+from maxpipe.compile.programs import CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
 from maxpipe.compile.step import OutOfMemory
 from maxpipe.compile.topology import neighbour_bandwidth

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 
 import pytest
@@ -48,10 +49,14 @@ def test_the_compiler_ends_with_a_plan_that_is_killed(tmp_path, compiler):
         assert reader.wait(20) == 0  # the compiler does not hold the file any more
 
 
-def test_the_compiler_ends_with_ctrl_c(tmp_path, compiler):
-    compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 1\nkill -INT $PPID\nexec sleep 60")
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
+def test_a_plan_that_is_stopped_ends_the_compiler(name, error, tmp_path, compiler, monkeypatch):
+    (tmp_path / "files").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
+    compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 1\nkill -{name} $PPID\nexec sleep 60")
+    with pytest.raises(error):
         compile_configuration("", print)
+    assert not [*(tmp_path / "files").iterdir()]
     with suppress(ChildProcessError):  # it has ended, and has been waited for
         _, status = os.waitpid(int((tmp_path / "pid").read_text()), 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL

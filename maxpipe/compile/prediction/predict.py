@@ -102,8 +102,7 @@ def time_program(
     # A program that only sums over devices, such as a reduction, has no fusions to estimate.
     instructions = (i for c in module.computations.values() for i in c.instructions.values())
     if any(i.opcode == "fusion" for i in instructions) and f'"{ESTIMATE}"' not in hlo:
-        unpriced = f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
-        return Timeline(unpriced=unpriced)
+        return Timeline(unpriced=f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program")
     prices = Prices(module, mesh, chip, basis.constants)
     return walk(module, prices, Origins(hlo, module), taken)
 
