@@ -252,7 +252,6 @@ class Council:
 
     def take_orders(self) -> list[Order]:
         """Return new orders for all supervisors; to be called several times a second."""
-
         match self._state:
             case _Attempt(running=running) as attempt if not running:
                 self._follow_up(attempt)

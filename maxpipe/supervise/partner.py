@@ -199,23 +199,23 @@ class Partners:
     def _fetch(self, partner: Source) -> None:
         """Fetch this supervisor's steps back from its partner if none are here.
 
-        They appear together: who follows this supervisor must not see only some.
+        What comes in time appears together: who follows this supervisor must not see only some.
         """
         own, fetched = self._memory / OWN, self._memory / "fetched"
-        shutil.rmtree(fetched, ignore_errors=True)  # of an attempt that ended meanwhile
+        shutil.rmtree(fetched, ignore_errors=True)  # of another history, perhaps
         if names_in(own):
             return
         until = time.monotonic() + _REACH_SECONDS
         while time.monotonic() < until and not partner.ended.is_set():
             try:
                 copy_new_steps(partner, fetched)
+                break
             except ERRORS:  # it does not have its order yet
                 partner.ended.wait(_LOOK_SECONDS)
-            else:
-                if names_in(fetched):
-                    shutil.rmtree(own, ignore_errors=True)
-                    fetched.rename(own)
-                return
+        if names_in(fetched) and not partner.ended.is_set():
+            shutil.rmtree(own, ignore_errors=True)
+            fetched.rename(own)
+        shutil.rmtree(fetched, ignore_errors=True)  # the next attempt fetches all
 
     def _answer(self, connection: socket.socket, word: str) -> None:
         # The client has perhaps ended; if it still reads, it sees the answer end.

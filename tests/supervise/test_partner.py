@@ -199,6 +199,24 @@ def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, los
     assert seen[:2] == [[], []], "who follows sees both or none"
 
 
+def test_partners_that_cannot_fetch_all_begin_with_what_has_come(hosts, tmp_path, monkeypatch):
+    write(hosts[0].memory / OWN, 10, 20)
+    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10, 20])
+    hosts[0].lose()
+    hosts[0], receive = Host(tmp_path / "new", 0), partner._receive
+
+    def fail(answer, files, step, ended):
+        if "20" in step.name:
+            raise OSError("no room")
+        receive(answer, files, step, ended)
+
+    monkeypatch.setattr(partner, "_receive", fail)
+    monkeypatch.setattr(partner, "_REACH_SECONDS", 1.0)
+    begin_together(hosts)
+    assert steps_in(hosts[0].memory / OWN) == [10]
+    assert not (hosts[0].memory / "fetched").exists()
+
+
 def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
     write(hosts[0].memory / OWN, 10)
     until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
