@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.arrays import (
-    Array,
-    differences,
-    load,
-    named_leaves,
-)
+from maxpipe.checkpoint.arrays import Array, differences, load, named_leaves
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import (
     PASSING_ERRNOS,

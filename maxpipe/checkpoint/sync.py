@@ -113,6 +113,9 @@ class MirrorSync:
             if step in self._directory.steps():
                 self._directory.set_aside(step, DAMAGED)
             scratch.rename(self._directory.of(step))
+        except OSError as error:
+            message = f"its copy in {self._mirror} cannot be put into {self._directory}: {error}"
+            raise CheckpointUnreadable(message) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
