@@ -114,7 +114,7 @@ def compare(
             # Long texts are cut around their first difference.
             columns = zip(*holders, strict=False)
             first = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
-            start = max(first - _SHOWN_BEFORE, 0)
+            start = first - _SHOWN_BEFORE if first > _VALUE_LENGTH - _SHOWN_BEFORE else 0
             sides = "; ".join(f"{_cut(text, start)} in {_named(p)}" for text, p in holders.items())
             remedy = "start all processes with the same command, code and data"
             differences.append((key, f"the processes of this run differ: {sides}; {remedy}"))

@@ -103,6 +103,7 @@ def test_compare_cuts_long_values_around_their_first_difference():
         (("a" * 85 + "1", "a" * 85 + "2"), ("…" + "a" * 20 + "1", "…" + "a" * 20 + "2")),
         (("a" * 85, "a" * 85 + "2"), ("…" + "a" * 20, "…" + "a" * 20 + "2")),
         (("1" + "a" * 85, "2"), ("1" + "a" * 79 + "…", "2")),
+        (("a" * 60 + "1", "a" * 60 + "2"), ("a" * 60 + "1", "a" * 60 + "2")),
     ):
         ((_, message),) = compare({i: {"k": text} for i, text in enumerate(texts)})
         assert f"differ: {shown[0]} in process 0; {shown[1]} in process 1; start all" in message
