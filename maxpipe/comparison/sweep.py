@@ -19,7 +19,7 @@ from types import FrameType
 from maxpipe.comparison.recorded import has_runs, read_runs
 from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import split_values
+from maxpipe.config.files import repeated_words, split_values
 from maxpipe.config.imports import import_words
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.rules.run import check_trains
@@ -116,6 +116,7 @@ def plan_members(
         name = _name(run_name, keys, pairs, {member.name for member in members})
         chosen = tuple(f"{key}={value}" for key, value in pairs.items())
         members.append(Member(chosen, name, root / name))
+        problems |= dict.fromkeys(repeated_words([*overrides, *chosen]))
         try:
             check_trains(load(config, [*overrides, *chosen, f"run_name={name}"]).config)
         except ConfigError as error:
@@ -141,8 +142,7 @@ def _parse(words: Sequence[str]) -> dict[str, list[str]]:
             problems.append(f"{key}: {_OWN[key]}")
         values.setdefault(key, []).extend(split_values(text))
     if not problems and all(len(some) == 1 for some in values.values()):
-        example = f"{words[0]},..."
-        problems.append(f"names one run; give a key several values, as {example}")
+        problems.append(f"names one run; give a key several values, as {words[0]},...")
     if problems:
         raise ConfigError(*(Problem(_FLAG, problem) for problem in problems))
     return values

@@ -64,6 +64,7 @@ def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsy
         (["run_name=a,b"], "--sweep: run_name: each run is called"),
         (["output_dir=a,b"], "--sweep: output_dir: all runs of a sweep are in it"),
         (["seed=1,x"], "seed (command line): expected"),
+        (["eval.every=5,10"], "eval.every (command line): set twice"),
         (["model.num_layers=4,6"], "num_layers"),
         (["compile.save=a,b"], "compile.save: training stores no executable"),
     ]:
