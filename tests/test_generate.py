@@ -40,6 +40,7 @@ def call(capsys, run_dir, *words, prompt="def "):
 def test_command_output_continues_prompt_and_depends_on_seed(run_dir, capsys):
     words = "--max-tokens=30", "--temperature=2"
     first, again, other = (call(capsys, run_dir, *words, f"--seed={seed}") for seed in (0, 0, 1))
+    assert call(capsys, run_dir, *words, prompt="a\udcff")[1].startswith("a\ufffd")  # not UTF-8
     assert first[0] == 0
     assert first[1].startswith("def ")
     assert first == again

@@ -79,8 +79,7 @@ def notes(
         ]
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
     lines = [*remarks, *lines, *_outside(resolved), *idle_notes(resolved, before)]
-    lines += _in_vain(resolved)
-    return lines
+    return [*lines, *_in_vain(resolved)]
 
 
 def _outside(c: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written
 import difflib
 import math
 import operator
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ def check_bounds(option: Option, value: Any) -> None:
             own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
             legal = f"{', '.join(choices)}{own}{nearest(str(item), choices)}"
             raise ValueError(f"{item!r} is not one of {legal}")
-    if bounds.pattern and not re.fullmatch(bounds.pattern, value, re.DOTALL):
+    if bounds.pattern and not re.fullmatch(bounds.pattern.encode(), os.fsencode(value), re.DOTALL):
         shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
         raise ValueError(f"{shown!r} is not {bounds.form}")
     if bounds.derived and value == -1:

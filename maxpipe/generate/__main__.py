@@ -12,6 +12,7 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -20,20 +21,20 @@ from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.generate.text import Options
 
-_NAMES = [field.name for field in fields(Options)]
-
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = _parser()
     flags = parser.parse_args(argv)
+    texts = [t and os.fsencode(t).decode(errors="replace") for t in (flags.prompt, flags.system)]
+    flags.prompt, flags.system = texts  # with U+FFFD for bytes that are not UTF-8
     if flags.prompt is None and not flags.chat:
         parser.error("--prompt is required, or --chat")
     if flags.system and not flags.chat:
         parser.error("--system is for --chat")
     try:
-        flags.options = Options(**{name: getattr(flags, name) for name in _NAMES})
+        flags.options = Options(**{f.name: getattr(flags, f.name) for f in fields(Options)})
     except ValueError as error:
         name, _, reason = str(error).partition(": ")
         parser.error(f"--{name.replace('_', '-')}: {reason}")
@@ -53,8 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--chat",
         action="store_true",
-        help="answer --prompt, laid out by the run's chat template; without --prompt, every line "
-        "that is typed",
+        help="answer --prompt by the run's chat template; without --prompt, every line typed",
     )
     add("--system", metavar="TEXT", help="with --chat: a system message")
     add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")

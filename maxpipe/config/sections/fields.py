@@ -16,7 +16,7 @@ class Bounds:
     Attributes:
       help: one line for users, printed by `--help KEY`.
       choices: legal values, of a list the legal items; None for any of the field's type.
-      pattern: regular expression of legal texts.
+      pattern: regular expression of legal texts, whose bytes it counts.
       form: what the legal texts are, for messages.
       variants: table of the catalogue whose names are legal values.
       also: legal values besides the variants.
@@ -46,7 +46,7 @@ class Bounds:
 A_DIRECTORY = {
     "pattern": "(?!.*://)(?!.*[^/]{256}).{0,3500}",  # names below it need room, too
     "form": "a directory of a local or shared file system, where renames are atomic, with names of "
-    "at most 255 characters",
+    "at most 255 bytes",
 }
 
 

@@ -44,6 +44,7 @@ REFUSED = {  # words: key and remedy or reason
     },
     # Such as that of a variable which is not set
     "output_dir=": ("output_dir", "is not a directory"),
+    f"output_dir={128 * chr(233)}": ("output_dir", "is not a directory"),  # of 256 bytes
 }
 NAMES = ("a/b", "../x", ".", ".hidden", "/tmp/x", "", "a b", "-x", "x\n", "caf\u00e9", "x" * 256)
 ACCEPTED = (
