@@ -181,6 +181,23 @@ def test_execute_pipeline_advances_the_counts_of_an_nnx_module():
     assert (first != second).any()
 
 
+class Twice(nn.Module):
+    """Two calls of a pipeline in one parent."""
+
+    @nn.compact
+    def __call__(self, x):
+        dropout = nn.Dropout(0.5, deterministic=False)
+        return jnp.stack([summed(dropout, x) for _ in range(2)])
+
+
+def test_execute_pipeline_draws_a_key_for_each_call_within_a_parent():
+    def forward(x, key):
+        return Twice().apply({}, x, rngs={"dropout": key})
+
+    first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
+    assert (first != second).any()
+
+
 class Normed(nn.Module):
     """A stage with running statistics and a sown value."""
 
