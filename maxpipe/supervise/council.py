@@ -189,7 +189,8 @@ class Council:
     A run whose trainers have reported sizes is elastic: if some supervisors do not come back in
     time, the next attempt takes the first ones of the others, as many as the largest possible size.
     When enough are there for a larger size, the trainers save and end, and all go on together. A
-    size with which trainers fail before their first step is not tried again, nor a smaller one.
+    size with which trainers fail twice before their first step is not tried again, nor a smaller
+    one.
 
     Args:
       count: number of the run's supervisors, one for each process.
@@ -225,6 +226,7 @@ class Council:
         self._previous = 0  # number of the latest attempt, also of an earlier council
         self._stopped_by = 0  # the signal that asked a supervisor to stop
         self._restarts_in_row = 0  # restarts that count against the limit
+        self._failed_once = 0  # size of an attempt that failed once before its first step
 
     def receive(self, member: int, report: Report) -> Finish | None:
         """Process a report of supervisor `member`; return an order for it if it has to leave."""
@@ -411,8 +413,8 @@ class Council:
         """Finish after an attempt, or let another one follow."""
         code, number, now = verdict(attempt.ends), len(attempt.members), self._clock()
         self._state = _Gathering(now, now)
-        is_unable = code in (FAILED, CONFIG_ERROR) and not attempt.has_trained
-        is_too_small = is_unable and number < self._count
+        has_failed = code in (FAILED, CONFIG_ERROR) and not attempt.has_trained
+        is_too_small = has_failed and number < self._count  # perhaps
         if now - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
         if self._stopped_by:
@@ -423,13 +425,15 @@ class Council:
             self._finish(shell_code(code), "")
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass
-        elif is_too_small:
+        # One failure is not enough: the next attempt does not begin with a step compiled ahead.
+        elif is_too_small and self._failed_once == number:
             self._roster.fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
             self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
         elif self._restarts_in_row >= self._policy.max_restarts:
             self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
         else:
+            self._failed_once = number if is_too_small else self._failed_once
             doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
             pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
             self._state.start_at += pause

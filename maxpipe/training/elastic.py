@@ -171,7 +171,7 @@ def build_with_step_ahead(
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 
     All processes call this. A file is used once, so that the next attempt compiles its own step if
-    this one is killed by it.
+    this one fails.
 
     Returns:
       The trainer; None if there is no such step, or it cannot be loaded.

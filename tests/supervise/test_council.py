@@ -439,6 +439,9 @@ def test_council_whose_fewer_processes_cannot_run_waits_for_more(code):
     run = elastic(counts=(1, 2, 3))
     lose(run, 2, 3)
     (start,) = run.orders(after=62)
+    run.end((0, code), (1, code))
+    (start,) = run.orders(after=62)
+    assert start.members == (0, 1), "once more, without a step that was compiled ahead"
     assert run.end((0, code), (1, code))[-1:] == [End(start.attempt, 60.0)]
     assert f"exit code {code} before a step" in " ".join(run.log)
     assert run.orders(after=500) == [], "neither 2 nor 1 of them"
