@@ -10,6 +10,9 @@ each in a copy of the repository and runs the tests that reach its line, quickes
 fails or `--seconds` of tests (as `map` took them) are over. A row of the table has the place, the
 change, and `caught` with the test, `missed`, or `unreached`. `--places` takes the changes of an
 earlier table that the code still has, for other tests and a `map` of those.
+
+`table.tsv` has 320 changes of d6cb853c, seed 7, of which 251 are caught, with `--seconds 20` and
+tests of pipeline, training, checkpoint, data, hf, sharding, model, golden, api, devices, generate.
 """
 
 import argparse
