@@ -11,6 +11,7 @@ from jax.extend.core import Var
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+from maxpipe.pipeline.jaxprs import shaped
 
 WIDTH = 4
 
@@ -70,3 +71,18 @@ def assert_computes(program: SlicedProgram, loss: Callable[..., jax.Array], *arg
     expected = jax.tree.leaves(jax.value_and_grad(loss)(*args))
     for a, b in zip(evaluate(program, *args), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def two_layers_hand_over(trainer: Any) -> tuple[int, int]:
+    """Return the bytes that two layers add to what F writes and what W reads.
+
+    Chunk 2 of the trainer's stages has two layers more than chunk 1.
+    """
+    of = trainer.engine.training.program.computations
+
+    def size(variables: Sequence[Var]) -> int:
+        return sum(shaped(v).size * shaped(v).dtype.itemsize for v in variables)
+
+    forward = size(of[UnitName("F", 2)].writes) - size(of[UnitName("F", 1)].writes)
+    late = size(of[UnitName("W", 2)].reads) - size(of[UnitName("W", 1)].reads)
+    return forward, late

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers.engines import make_mesh
+from helpers.mpmd_programs import two_layers_hand_over
 from helpers.programs import shard_bytes
 from jax.ad_checkpoint import checkpoint_name
 
@@ -17,7 +18,6 @@ from maxpipe.model.block import LlamaBlock
 from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, project
 from maxpipe.model.parameters import declare, map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.flops import model_flops_per_token, parameter_count
@@ -153,19 +153,10 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over():
             "mesh.ici.tensor": 1,
         }
     )
-    computations = build_trainer(config, make_mesh(config)).engine.training.program.computations
     column = 2 * T * 2  # of a device's half of a microbatch of 4
-
-    def width(values):
-        long, short = (
-            sum(v.aval.size * v.aval.dtype.itemsize for v in values(chunk)) for chunk in (2, 1)
-        )
-        return (long - short) / 2 / column
-
-    forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
-    late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
-    assert saving_of(config).residuals == pytest.approx(forward, rel=0.01)
-    assert saving_of(config).handed_over == pytest.approx(late, rel=0.15)
+    forward, late = two_layers_hand_over(build_trainer(config, make_mesh(config)))
+    assert saving_of(config).residuals == pytest.approx(forward / 2 / column, rel=0.01)
+    assert saving_of(config).handed_over == pytest.approx(late / 2 / column, rel=0.15)
 
 
 def test_activations_and_stash_grow_with_the_block():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers.engines import make_mesh
+from helpers.mpmd_programs import two_layers_hand_over
 from helpers.programs import shard_bytes
 
 from maxpipe.builder import build_trainer
@@ -142,20 +143,11 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     values = {"model.num_layers": 6, "model.dtype": dtype, "pipeline.schedule": "zb_h1"}
     values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": policy}
     config, trainer = trainer_of(**values, **{"pipeline.layers_per_stage": [1, 1, 3, 1]})
-    computations = trainer.engine.training.program.computations
     # Bytes of a device's rows of a microbatch.
     column = 2 * 16 * (4 if dtype == "float32" else 2)
-
-    def width(values):
-        long, short = (
-            sum(v.aval.size * v.aval.dtype.itemsize for v in values(chunk)) for chunk in (2, 1)
-        )
-        return (long - short) / 2 / column
-
-    forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
-    late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
-    assert saving_of(config).residuals == pytest.approx(forward, rel=keeps)
-    assert saving_of(config).handed_over == pytest.approx(late, rel=0.15)
+    forward, late = two_layers_hand_over(trainer)
+    assert saving_of(config).residuals == pytest.approx(forward / 2 / column, rel=keeps)
+    assert saving_of(config).handed_over == pytest.approx(late / 2 / column, rel=0.15)
 
 
 def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
