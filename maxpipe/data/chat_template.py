@@ -1,36 +1,26 @@
 """Render conversations with a chat template, and find the characters that the assistant writes.
 
-A chat template is Jinja text, as in Hugging Face tokenizers. What the assistant writes is found by
-marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without them, by rendering
-the conversation up to each of the assistant's turns.
-
-Templates are programs of strangers. They run in Jinja's sandbox and see nothing but the
-conversation, names of special tokens and a date, in a process of their own
-(`maxpipe.data.template_renderer`), where they can neither run without end nor take all memory.
-Every process of a run that reads conversations, such as a worker of the loader, has one. It ends
-with its parent, however that ends, because its standard input does.
+A chat template is Jinja text, as in Hugging Face tokenizers. It runs in Jinja's sandbox, where it
+sees the conversation, names of special tokens and a date, and runs no other code. What the
+assistant writes is found by marks in the template, `{% generation %}` ... `{% endgeneration %}`,
+or, without them, by rendering the conversation up to each of the assistant's turns.
 """
 
-import atexit
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.documents import MarkedText, bad_document
 from maxpipe.data.tokenizer_json import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
@@ -39,7 +29,11 @@ from maxpipe.data.tokenizer_json import (
 )
 from maxpipe.data.tokenizers import CHAT_TEMPLATE, template_files
 
-Message = Mapping[str, object]  # "role", "content", and whatever else the template knows
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]  # "role", "content", and whatever else the template knows
+Spans = list[tuple[int, int]]  # start and end of stretches of a text
 
 _KEY = "data.chat_template"
 _CHATML = (
@@ -51,9 +45,13 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-RESERVED = "\ufdd0\ufdd1"  # mark the assistant's turns in `maxpipe.data.template_renderer`
-SECONDS = 10.0  # of processor time for a conversation
-_RENDERER = Path(__file__).with_name("template_renderer.py")
+_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+# Unicode reserves these noncharacters for use inside a program: no text may have them.
+RESERVED = _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MOST_OF_AN_ERROR = 500  # characters
+_PROBE = "An answer."  # no template changes it
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing, best first
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,10 @@ class ChatTemplate:
     def writes_date(self) -> bool:
         return "strftime_now" in self.source
 
+    def check(self) -> None:
+        """Raise ConfigError if the template cannot be compiled."""
+        _compile(self.source, self.name)
+
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None) -> MarkedText:
         """Return a conversation as text in which the assistant's turns are targets, except those
         whose `weight` is 0.
@@ -79,112 +81,148 @@ class ChatTemplate:
           BadDocument: the template refuses the conversation, or nothing in it is learned.
           ConfigError: the template does not show which text is the assistant's.
         """
-        answer = self._ask("conversation", messages, tools)
-        return MarkedText(answer["text"], tuple((start, end) for start, end in answer["spans"]))
+        text = self._text(messages, tools)
+        if _TAG.search(_COMMENT.sub("", self.source)):
+            text, spans = _without_marks(text)
+        else:
+            spans = list(self._turns(messages, tools, text))
+        spans = self._learned(messages, spans)
+        if not any(end > start for start, end in spans):
+            raise bad_document(f"the assistant says nothing in it, laid out by {self.name}")
+        return MarkedText(text, tuple(spans))
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
         """Return a conversation as text that ends where the assistant's answer begins; raises
         BadDocument if the template refuses it.
         """
-        text: str = self._ask("prompt", messages, tools)["text"]
-        return text
+        return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
 
     def end_of_turn(self) -> str:
         """Return what the template writes after an answer; raises BadDocument if it refuses a
         conversation of a question and an answer.
         """
-        text: str = self._ask("end_of_turn")["text"]
-        return text
+        talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
+        return _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
 
-    def check(self) -> None:
-        """Raise ConfigError if the template cannot be compiled."""
-        self._ask("compiled", key=_KEY)
-
-    def _ask(
+    def _text(
         self,
-        wanted: str,
-        messages: Sequence[Message] = (),
-        tools: Sequence[object] | None = None,
-        key: str = "data.path",
-    ) -> dict[str, Any]:
-        """Return what the process that renders templates answers; `key` is to blame otherwise."""
-        request = {
-            "wanted": wanted,
-            "source": self.source,
-            "special_tokens": self.special_tokens,
-            "name": self.name,
-            "date": self.date or datetime.now().date().isoformat(),
-            "messages": messages,
-            "tools": tools,
-        }
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        template = _compile(self.source, self.name)
+        date = datetime.fromisoformat(self.date) if self.date else datetime.now()
         try:
-            answer = _ask_renderer(request)
-        except _Ended as error:
-            answer = {"document": f"{self.name} cannot lay it out: {error}"}
-        if problem := answer.get("template"):
-            raise ConfigError(Problem(_KEY, problem))
-        if problem := answer.get("document"):
-            kind = ConfigError if key == _KEY else BadDocument
-            raise kind(Problem(key, problem))
-        return answer
+            return template.render(
+                messages=[*map(_with_reasoning, messages)],
+                tools=tools,
+                documents=None,  # transformers defines this name, too
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=date.strftime,
+                **dict(self.special_tokens),
+            )
+        except Exception as error:  # a template is a program, which may fail with any error
+            reason = f"{type(error).__name__}: {error}"[:_MOST_OF_AN_ERROR]
+            raise bad_document(f"{self.name} cannot lay it out: {reason}") from error
+
+    def _turns(
+        self, messages: Sequence[Message], tools: Sequence[object] | None, text: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each turn of the assistant in the whole `text`."""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._before(messages[:index], tools)
+            after = self._text(messages[: index + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                problem = (
+                    f"{self.name} lays out message {index + 1}, a turn of the assistant, "
+                    "differently when others follow, so what is to be learned cannot be told: give "
+                    "a copy of the template with {% generation %} before and {% endgeneration %} "
+                    "after what the assistant writes"
+                )
+                raise ConfigError(Problem(_KEY, problem))
+            yield len(before), len(after)
+
+    def _before(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
+        """Return the text of `messages` up to where the assistant's answer begins."""
+        try:
+            return self._text(messages, tools, add_generation_prompt=True)
+        except ConfigError:
+            if messages:
+                raise
+            # Many templates refuse a conversation without messages.
+            answer = [{"role": "assistant", "content": _PROBE}]
+            return self._text(answer, tools).rpartition(_PROBE)[0]
+
+    def _learned(self, messages: Sequence[Message], spans: Spans) -> Spans:
+        """Return the stretches without those of turns whose `weight` is 0."""
+        turns = [message for message in messages if message["role"] == "assistant"]
+        is_learned = [turn.get("weight", 1) != 0 for turn in turns]
+        if all(is_learned):
+            return spans
+        if not any(is_learned):
+            raise bad_document("nothing in it is learned: every turn has weight 0")
+        if len(spans) != len(turns):
+            raise bad_document(
+                f"a message has weight 0, but {self.name} marks {len(spans)} stretches for "
+                f"{len(turns)} turns of the assistant, so which is not learned cannot be told"
+            )
+        return [span for span, learned in zip(spans, is_learned, strict=True) if learned]
 
 
-class _Ended(Exception):
-    """The process that renders ended instead of answering; the message says why."""
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose reasoning has the names that templates read, as in transformers."""
+    for name in _REASONING:
+        if (given := message.get(name)) is not None:
+            return {"thinking": given} | {**message} | {"reasoning_content": given}
+    return message
 
 
-_lock = threading.Lock()
-_renderers: dict[int, "subprocess.Popen[bytes]"] = {}  # of this process; of its parent, if forked
+def _without_marks(text: str) -> tuple[str, Spans]:
+    """Return a rendered text without marks, and start and end of what was between them."""
+    pieces = re.split(f"([{_OPEN}{_CLOSE}])", text)
+    spans = []
+    length = depth = start = 0
+    for piece in pieces:
+        if piece == _OPEN:
+            start = start if depth else length
+            depth += 1
+        elif piece == _CLOSE:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, length))
+        else:
+            length += len(piece)
+    return "".join(pieces[::2]), spans
 
 
-def _ask_renderer(request: Mapping[str, object]) -> dict[str, Any]:
-    """Return the answer of `maxpipe.data.template_renderer` to a request: a text and the start and
-    end of its `spans`, or what is wrong under `template` or `document`.
+@lru_cache(maxsize=16)
+def _compile(source: str, name: str) -> "jinja2.Template":
+    """Compile a template in a sandbox, in which `generation` puts its block between marks; raises
+    ConfigError if it is none.
     """
-    line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
-    with _lock:
-        for _ in range(2):  # something else may have ended it
-            process = _renderers.get(os.getpid()) or _start_renderer()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            content = b""
-            try:
-                with suppress(BrokenPipeError):
-                    process.stdin.write(line)
-                    process.stdin.flush()
-                    content = process.stdout.readline()
-                if content.endswith(b"\n"):
-                    answer: dict[str, Any] = json.loads(content)
-                    return answer
-                content = b""
-                process.wait()
-            finally:
-                if not content:  # also after Ctrl-C: a late answer would be another's
-                    _stop_renderer()
-            if process.returncode == -signal.SIGPROF:
-                raise _Ended(f"more than {SECONDS:g} s of processor time")
     with optional("jinja2", "chat", "data.source"):
-        import jinja2  # noqa: F401
-    raise _Ended(f"its process ends with code {process.returncode}")
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
 
-def _start_renderer() -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(_RENDERER)],
-        bufsize=1 << 16,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    _renderers[os.getpid()] = process
-    return process
-
-
-@atexit.register
-def _stop_renderer() -> None:
-    if process := _renderers.pop(os.getpid(), None):
-        process.kill()
-        process.communicate()
+    # Jinja's own filter escapes HTML, and json.dumps the letters outside ASCII.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["_mark"] = lambda caller: f"{_OPEN}{caller()}{_CLOSE}"
+    blocks = _TAG.sub(lambda m: f"{m[1]}{'endcall' if m[2] else 'call _mark()'}{m[3]}", source)
+    try:
+        return environment.from_string(blocks)
+    except Exception as error:  # of Jinja, or of Python, to which it translates
+        reason = f"{type(error).__name__}: {error}"[:_MOST_OF_AN_ERROR]
+        problem = Problem(_KEY, f"{name} is no chat template: {reason}")
+        raise ConfigError(problem) from error
 
 
 def load_chat_template(
@@ -209,15 +247,14 @@ def load_chat_template(
             "common one, or give a file with a Jinja template"
         )
         raise ConfigError(Problem(_KEY, message))
-    if date:
-        try:
-            datetime.fromisoformat(date)
-        except ValueError:
-            message = f"{date!r} is no date such as 2024-07-26"
-            raise ConfigError(Problem("data.chat_date", message)) from None
-        if not template.writes_date:
-            message = f"{template.name} writes no date with strftime_now; leave it out"
-            raise ConfigError(Problem("data.chat_date", message))
+    try:
+        datetime.fromisoformat(date or "2000-01-01")
+    except ValueError:
+        message = f"{date!r} is no date such as 2024-07-26"
+        raise ConfigError(Problem("data.chat_date", message)) from None
+    if date and not template.writes_date:
+        message = f"{template.name} writes no date with strftime_now; leave it out"
+        raise ConfigError(Problem("data.chat_date", message))
     template = replace(template, date=date)
     template.check()
     return template
@@ -273,7 +310,8 @@ def _template_of(files: Sequence[Path]) -> ChatTemplate | None:
         source, name = _read(template), str(template)
     else:
         config = by_name.get(TOKENIZER_CONFIG)
-        source, name = _own_template(read_object(config) or {}), f"the template of {config}"
+        own = (read_object(config) or {}).get("chat_template")
+        source, name = _joined(own), f"the template of {config}"
     return _with_tokens(source, name, files) if source else None
 
 
@@ -297,25 +335,18 @@ def _with_tokens(source: str, name: str, files: Sequence[Path]) -> ChatTemplate:
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{file} is not UTF-8 text: byte {error.start}"
-        raise ConfigError(Problem(_KEY, message)) from error
-    except OSError as error:
-        raise ConfigError(Problem(_KEY, f"{file} cannot be read: {error.strerror}")) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(_KEY, f"{file} cannot be read: {error}")) from error
 
 
-def _own_template(config: Mapping[str, object]) -> str:
-    """Return the template in a tokenizer_config.json, "" if there is none."""
-    own = config.get("chat_template")
+def _joined(own: object) -> str:
+    """Return the template that a tokenizer_config.json has, "" if there is none."""
     if not isinstance(own, list):
         return own if isinstance(own, str) else ""
     # Several named templates: default, joined with tool_use for conversations with tools.
-    entries = [entry for entry in own if isinstance(entry, dict)]
-    named = {entry.get("name"): entry.get("template") for entry in entries}
-    default, tool_use = named.get("default"), named.get("tool_use")
-    if not isinstance(default, str):
-        return ""
-    if not isinstance(tool_use, str):
+    named = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}
+    default, tool_use = named.get("default") or "", named.get("tool_use")
+    if not (default and tool_use):
         return default
     # Jinja drops a template's final newline, so each loses its own; `+` keeps space next to a tag.
     with_tools, without = (text.removesuffix("\n") for text in (tool_use, default))

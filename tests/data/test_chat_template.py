@@ -1,18 +1,13 @@
 """Conversations laid out by templates, and what of them the assistant writes."""
 
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data import chat_template
 from maxpipe.data.chat_template import ChatTemplate, load_chat_template
 from maxpipe.data.documents import BadDocument, MarkedText
 
@@ -77,8 +72,10 @@ def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds() -> Non
         (MARKED.replace("{%- generation -%}", "{%+ generation %}"), TALK, marked, ["1", "2"]),
         (nested, TALK, "abcde", ["bcd"]),
     ]:
-        rendered = pickle.loads(pickle.dumps(_template(source))).render(talk, None)
-        assert (rendered.text, _targets(rendered)) == (text, targets)
+        template = pickle.loads(pickle.dumps(_template(source)))
+        with ThreadPoolExecutor(4) as pool:  # a loader reads in threads
+            for rendered in pool.map(template.render, [talk] * 8, [None] * 8):
+                assert (rendered.text, _targets(rendered)) == (text, targets)
 
 
 def test_tools_and_calls_reach_the_template_as_json() -> None:
@@ -113,56 +110,6 @@ def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         _template(LAST_DIFFERS).render(TALK, None)
     assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
-
-
-def test_template_without_end_makes_a_bad_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
-    for source, reason in [
-        (endless, " s of"),
-        ("{{ 'a' | center(10**10) }}", "MemoryError"),
-        ("{{ 'a' * 10**8 }}", "OverflowError: more than"),
-    ]:
-        monkeypatch.setattr(chat_template, "SECONDS", 0.2 if " s" in reason else 9.0)
-        with pytest.raises(BadDocument, match=f"the template cannot lay it out: .*{reason}"):
-            _template(source + CLOSED).render(TALK, None)
-        assert _targets(_template(CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-    (tmp_path / "mine.jinja").write_text("{{ 9**(9**7) }}")  # is computed by the compiler
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja .*0\.2 s of"):
-        load_chat_template(str(tmp_path / "mine.jinja"), "byte")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_process_that_renders_is_replaced_and_ends_with_its_parent() -> None:
-    program = (
-        "import sys; from maxpipe.data.chat_template import ChatTemplate\n"
-        "template = ChatTemplate('{{ messages[0].content }}', (), 't')\n"
-        "for line in sys.stdin:\n"
-        "    print(template.render_prompt([{'content': line}], None).strip(), flush=True)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-
-    def ask(word: str) -> int:
-        print(word, file=process.stdin, flush=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{word}\n"
-        return int(children.read_text())
-
-    first = ask("one")
-    os.kill(first, signal.SIGKILL)
-    last = ask("two")
-    process.kill()
-    process.communicate()
-    assert first != last
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{last}/cmdline").exists() and Path(f"/proc/{last}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_turn_of_weight_0_is_not_learned() -> None:
@@ -227,14 +174,12 @@ def test_missing_or_unusable_template_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja cannot be read"):
         load_chat_template(str(file), "byte")
-    reasons = {
-        "{% for m in messages %}": r"is not a Jinja template: line 1: Unexpected end of template",
-        "\n{% generation %}": r"is not a Jinja template: line 2",
-        "{% break %}": "cannot be compiled: SyntaxError: 'break' outside loop",
-        "{{ " + "1" * 5000 + " }}": "cannot be compiled: ValueError: Exceeds the limit",
-        "{{ " + "(" * 9000 + " }}": "cannot be compiled: RecursionError",
-    }
-    for content, reason in reasons.items():
+    for content, reason in {
+        "{% for m in messages %}": "TemplateSyntaxError: Unexpected end of template",
+        "{% break %}": "SyntaxError: 'break' outside loop",
+        "{{ " + "(" * 9000 + " }}": "RecursionError",
+    }.items():
         file.write_text(content)
-        with pytest.raises(ConfigError, match=rf"^data\.chat_template: \S*mine\.jinja {reason}"):
+        problem = rf"^data\.chat_template: \S*mine\.jinja is no chat template: {reason}"
+        with pytest.raises(ConfigError, match=problem):
             load_chat_template(str(file), "byte")
