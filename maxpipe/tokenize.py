@@ -25,9 +25,8 @@ from maxpipe.config.outputs import check_local
 from maxpipe.config.sections import DataConfig
 from maxpipe.config.terminal import emit
 from maxpipe.config.values import number
-from maxpipe.data.corpus import find_corpus
+from maxpipe.data.corpus import LEAST_SIZE, check_target, find_corpus, train_tokenizer
 from maxpipe.data.encoding import Encoding, encode_parts, summary
-from maxpipe.data.tokenizer_training import LEAST_SIZE, check_target, train_tokenizer
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.telemetry.console import open_bar
 
@@ -47,13 +46,14 @@ def _train(flags: argparse.Namespace) -> int:
     size, out = _vocab_size(flags.vocab_size), Path(flags.out)
     corpus = find_corpus(flags.files, flags.cache_dir)
     check_target(out)
-    trained = train_tokenizer(corpus, size, out, shows_progress=sys.stderr.isatty())
-    text = f"{trained.num_documents:,} documents, {trained.num_bytes:,} bytes"
-    emit(f"read {text} of {len(corpus.files):,} files")
-    if trained.vocab_size < size:
-        emit(f"the texts give {trained.vocab_size:,} tokens, not {size:,}: give more of them")
-    emit(f"wrote {out}: {trained.vocab_size:,} tokens")
-    words = [f"data.tokenizer={out}", f"model.vocab_size={trained.vocab_size}"]
+    count, num_documents, num_bytes = train_tokenizer(
+        corpus, size, out, shows_progress=sys.stderr.isatty()
+    )
+    emit(f"read {num_documents:,} documents, {num_bytes:,} bytes of {len(corpus.files):,} files")
+    if count < size:
+        emit(f"the texts give {count:,} tokens, not {size:,}: give more of them")
+    emit(f"wrote {out}: {count:,} tokens")
+    words = [f"data.tokenizer={out}", f"model.vocab_size={count}"]
     emit(f"train with {shlex.join(words)}")
     return 0
 
@@ -86,13 +86,12 @@ def _encode(flags: argparse.Namespace) -> int:
     with open_bar(
         sys.stderr, total=total, unit=" documents", disable=not sys.stderr.isatty()
     ) as bar:
-        for count, done in enumerate(encode_parts(encoding, missing, flags.workers), 1):
-            bar.update(done.part.end - done.part.start)
-            for reason in done.skipped:
+        for count, (part, skipped) in enumerate(encode_parts(encoding, missing, flags.workers), 1):
+            bar.update(part.end - part.start)
+            for reason in skipped:
                 bar.write(f"left out: {reason}", file=sys.stderr)
             if bar.disable:
-                figures = f"{done.num_documents:,} documents, {done.num_tokens:,} tokens"
-                emit(f"{count} of {len(missing)}: {done.part.name}.bin, {figures}")
+                emit(f"{count} of {len(missing)}: {part.name}.bin")
     num_documents, num_tokens = summary(encoding, parts)
     if not num_documents:
         raise ConfigError(Problem("FILES", "hold no text"))

@@ -18,7 +18,7 @@ from dataclasses import replace
 from maxpipe.comparison.sweep import add_sweep_flag, sweep
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.rules.run import check_trains
-from maxpipe.data.epochs import with_steps
+from maxpipe.data.check import with_steps
 from maxpipe.supervise.ending import run_command
 from maxpipe.supervise.process import supervise_process
 from maxpipe.training.inputs import check_inputs

@@ -10,7 +10,8 @@ import pytest
 
 from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
-from maxpipe.data import encoding, tokenizer_training
+from maxpipe.data import corpus as corpus_module
+from maxpipe.data import encoding
 from maxpipe.data.documents import EncodedDocuments, open_documents
 from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
@@ -74,7 +75,7 @@ def test_train_whose_tokenizer_cannot_be_written_leaves_nothing_in_the_way(
     out = tmp_path / "made" / "tokenizer.json"
     words = ["train", str(corpus), "--vocab-size", "300", "--out", str(out)]
     with monkeypatch.context() as full:
-        full.setattr(tokenizer_training, "write_atomically", write)
+        full.setattr(corpus_module, "write_atomically", write)
         with pytest.raises(SystemExit):
             tokenize.main(words)
     assert f"cannot write {out}: No space left on device" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.sections import Config
-from maxpipe.data.epochs import with_steps
+from maxpipe.data.check import with_steps
 from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
 from maxpipe.supervise.process import supervise_in_program

@@ -21,13 +21,14 @@ from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import MarkedText, bad_document
-from maxpipe.data.tokenizer_json import (
+from maxpipe.data.tokenizers import (
+    CHAT_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     named_tokens,
     read_object,
+    template_files,
 )
-from maxpipe.data.tokenizers import CHAT_TEMPLATE, template_files
 
 if TYPE_CHECKING:
     import jinja2

@@ -1,15 +1,27 @@
-"""Read every document of a run once, to find those that would end it hours later."""
+"""Read every document of a run once, to find those that would end it hours later, or to count what
+an epoch has. Imports no JAX.
+"""
 
+import dataclasses
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.load import Loaded, derive_known, replace
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import BadDocument, Documents, EncodedDocuments, MarkedText, Split
+from maxpipe.data.documents import (
+    BadDocument,
+    Documents,
+    EncodedDocuments,
+    MarkedText,
+    Split,
+    open_sources,
+)
 from maxpipe.data.loader import check_base_tokenizer, encoder_of, open_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
@@ -17,7 +29,7 @@ NAMED = 10  # how many problems are printed
 _SECONDS_BETWEEN_REPORTS = 5
 
 
-@dataclass
+@dataclasses.dataclass
 class Findings:
     """What a scan of one split's documents counted, and messages about the first bad ones."""
 
@@ -30,14 +42,14 @@ class Findings:
     not_utf8: int = 0  # documents that cannot be read for this reason
     bad: int = 0  # documents that cannot be read as text or token ids
     fatal: int = 0  # other errors, which end a run even with data.on_bad_document=skip
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
 
 
 def check(config: Config) -> int:
     """Read all documents of both splits, print what is wrong with them, and return `FOUND` if one
     would end a run of this configuration. Raises ConfigError if files are missing or unusable.
     """
-    from maxpipe.data.mixture import open_mixture
+    from maxpipe.data.rows import open_mixture
 
     open_tokenizer(config)
     check_base_tokenizer(config)
@@ -47,7 +59,7 @@ def check(config: Config) -> int:
         documents, _ = open_mixture(config.data, split, config.seed)
         encoder = encoder_of(config, documents, skips_bad=False)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
-        findings = scan(documents, encoder, report_progress(split, len(documents)), row)
+        findings = _scan(documents, encoder, split, row)
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, findings, skips), sep="\n")
         ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
@@ -55,19 +67,14 @@ def check(config: Config) -> int:
     return FOUND if ends_the_run else SOUND
 
 
-def scan(
-    documents: Documents,
-    encoder: EncodedDocuments,
-    progress: Callable[[int], None],
-    row: int | None = None,
+def _scan(
+    documents: Documents, encoder: EncodedDocuments, split: Split, row: int | None
 ) -> Findings:
-    """Read and encode each document of a split once; `progress` is called with the number read so
-    far, and `row` is the number of tokens to which training cuts a document.
+    """Read and encode each document of a split once; `row` is the number of tokens to which
+    training cuts a document.
     """
     findings = Findings(documents=len(documents))
-    for index in range(len(documents)):
-        progress(index)
-        problem = ""
+    for index in _each(split, len(documents)):
         try:
             document = documents[index]
             findings.texts += isinstance(document, str | MarkedText)
@@ -76,18 +83,14 @@ def scan(
             findings.tokens += len(encoded.ids)
             findings.targets += max(len(encoded.ids) - 1, 0)
             findings.learned += int(np.count_nonzero(encoded.weights[1:][:row]))
-        except BadDocument as error:
-            findings.bad += 1
-            cause: BaseException | None = error
-            while cause and not isinstance(cause, UnicodeDecodeError):
-                cause = cause.__cause__
-            findings.not_utf8 += cause is not None
-            problem = str(error)
         except ConfigError as error:
-            findings.fatal += 1
-            problem = str(error)
-        if problem and len(findings.problems) < NAMED:
-            findings.problems.append(problem)
+            is_bad = isinstance(error, BadDocument)
+            findings.bad += is_bad
+            findings.fatal += not is_bad
+            causes = (error.__cause__, error.__cause__ and error.__cause__.__cause__)
+            findings.not_utf8 += any(isinstance(cause, UnicodeDecodeError) for cause in causes)
+            findings.problems.append(str(error))
+            del findings.problems[NAMED:]
     return findings
 
 
@@ -101,28 +104,53 @@ def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
         shown = "100 %" if share == 1 else f"{100 * min(share, 0.9999):.2f} %"
         yield f"  {shown} of the documents are UTF-8"
     yield from (f"  {problem}" for problem in findings.problems)
-    more = findings.bad + findings.fatal - len(findings.problems)
-    if more:
+    if more := findings.bad + findings.fatal - len(findings.problems):
         yield f"  and {more:,} more"
-    if findings.bad and skips:
-        yield f"  {findings.bad:,} cannot be read; data.on_bad_document=skip leaves them out"
-    elif findings.bad:
-        yield (
-            f"  {findings.bad:,} cannot be read: the run would end there; mend them, or leave them "
-            "out with data.on_bad_document=skip"
-        )
+    if findings.bad:
+        remedy = "data.on_bad_document=skip leaves them out"
+        yield f"  {findings.bad:,} cannot be read{'' if skips else ': the run would end'}; {remedy}"
     if findings.fatal:
         yield f"  {findings.fatal:,} would end the run with any data.on_bad_document"
 
 
-def report_progress(what: str, total: int) -> Callable[[int], None]:
-    """Return a function that prints every few seconds how many documents were read."""
-    last = time.monotonic()
+def with_steps(loaded: Loaded) -> Loaded:
+    """Return the configuration with `steps` in place of `epochs`, and a remark that says so.
 
-    def report(count: int) -> None:
-        nonlocal last
+    The last step may go beyond the last epoch. Every process counts the same, as does every start
+    of the run, unless documents have changed. Raises ConfigError if they are missing or unusable,
+    or if there would be too many steps.
+    """
+    epochs, batch = loaded.config.epochs, loaded.config.data.global_batch_size
+    if not epochs:
+        return loaded
+    # The schedule of the learning rate needs the steps before training begins, and a share of the
+    # documents would only guess them.
+    sequences, described = _epoch(derive_known(loaded.config))
+    steps = max(1, math.ceil(epochs * sequences / batch))
+    config = replace(loaded.config, steps=steps, epochs=0.0)
+    remark = f"steps={steps}: {epochs:g} epochs of {described}"
+    return dataclasses.replace(loaded, config=config, remarks=(*loaded.remarks, remark))
+
+
+def _epoch(config: Config) -> tuple[float, str]:
+    """Return the sequences that training makes of all documents, and a phrase for these."""
+    data = config.data
+    (documents,) = open_sources(data, "train")
+    count = len(documents)
+    described = f"{count:,} {'conversations' if SOURCES[data.source].is_chat else 'documents'}"
+    if not data.packing:
+        return count, described
+    encoder = encoder_of(config, documents)
+    # The first token is never a target.
+    tokens = sum(max(len(encoder[index].ids) - 1, 0) for index in _each("epochs", count))
+    return tokens / data.sequence_length, f"{described}, {tokens:,} tokens"
+
+
+def _each(what: str, total: int) -> Iterator[int]:
+    """Yield the numbers of documents, and print every few seconds how many were read."""
+    last = time.monotonic()
+    for count in range(total):
         if time.monotonic() - last >= _SECONDS_BETWEEN_REPORTS:
             last = time.monotonic()
             print(f"{what}: {count:,} of {total:,} documents", file=sys.stderr, flush=True)
-
-    return report
+        yield count

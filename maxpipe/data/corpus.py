@@ -1,18 +1,27 @@
-"""Open the texts named on a command line: text, JSON lines, parquet, ArrayRecord."""
+"""Open the texts that a command line names, and train a tokenizer on them: byte-level BPE (Sennrich
+et al. 2016; bytes as in GPT-2).
+"""
 
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, open_all
 from maxpipe.data.files import find_files, reworded
+from maxpipe.data.tokenizers import TOKENIZER_CONFIG
+from maxpipe.storage.local_files import write_atomically
 
 TEXT = "text"  # the source of files of no other kind
 FILES = "FILES"  # the argument's name in messages
 HOLDS_TOKENS = "holds token ids already; give texts"
+END = "<|endoftext|>"
+LEAST_SIZE = 257  # all bytes, and the end of document
+_OUT = "--out"
 
 
 @dataclass(frozen=True)
@@ -88,3 +97,69 @@ def naming_files() -> Iterator[None]:
     except ConfigError as error:
         keys = {"data.path": FILES}
         raise reworded(error, lambda p: replace(p, key=keys.get(p.key, p.key))) from error
+
+
+def check_target(out: Path) -> None:
+    """Raise ConfigError if a tokenizer cannot be written to `out`, or would replace one."""
+    if out.suffix != ".json":
+        message = f"{out} must end in .json, as data.tokenizer takes it: {out}.json"
+        raise ConfigError(Problem(_OUT, message))
+    for file in (out, out.with_name(TOKENIZER_CONFIG)):
+        if file.exists():
+            message = f"{file} exists, and a run may need it: choose another place, or delete it"
+            raise ConfigError(Problem(_OUT, message))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot make {out.parent}: {error.strerror}"
+        raise ConfigError(Problem(_OUT, message)) from None
+
+
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int, out: Path, *, shows_progress: bool
+) -> tuple[int, int, int]:
+    """Train a tokenizer and write it, next to a tokenizer_config.json that names its eos_token.
+
+    Returns its number of tokens, which is less than `vocab_size` if the texts have no more merges,
+    and the numbers of documents and bytes that were read. Any text can be encoded, since every byte
+    is a token. Raises ConfigError if a text cannot be read, or the file cannot be written.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    documents = corpus.open()
+    counts = [0, 0]
+
+    def texts() -> Iterator[str]:
+        for index in range(len(documents)):
+            text = text_of(documents, index)
+            counts[0] += 1
+            counts[1] += len(text.encode())
+            yield text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=shows_progress,
+    )
+    tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    config_file = out.with_name(TOKENIZER_CONFIG)
+    try:
+        write_atomically(config_file, [json.dumps(config, indent=2).encode() + b"\n"])
+        write_atomically(out, [tokenizer.to_str(pretty=True).encode() + b"\n"])
+    except OSError as error:
+        with suppress(OSError):
+            config_file.unlink()  # alone it would only keep `check_target` from another attempt
+        message = f"cannot write {out}: {error.strerror}"
+        raise ConfigError(Problem(_OUT, message)) from None
+    return tokenizer.get_vocab_size(), counts[0], counts[1]

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import path_error, reworded
-from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer, frame_of
+from maxpipe.data.tokenizers import Tokenizer, frame_of
 
 _BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
 
@@ -74,19 +74,17 @@ _EMPTY = Encoded(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def read_text(path: str, start: int = 0, end: int | None = None, name: str = "") -> str:
-    """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
-
-    A mark of byte order at the start of the file is no part of the text. `name` is the file in
-    messages, if `path` is a copy of it. Raises BadDocument if the bytes are not UTF-8.
+    """Return bytes `start` to `end` of a file as text whose lines all end with a newline, without a
+    mark of byte order; `name` is the file in messages, if `path` is a copy of it. Raises
+    BadDocument if the bytes are not UTF-8.
     """
     try:
         with open(path, "rb") as file:
             file.seek(start)
             text = file.read(-1 if end is None else end - start).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise bad_document(
-            f"{name or path} is not UTF-8 text: byte {start + error.start}"
-        ) from error
+        message = f"{name or path} is not UTF-8 text: byte {start + error.start}"
+        raise bad_document(message) from error
     except OSError as error:
         raise path_error(f"{path} cannot be read: {error.strerror}") from error
     if start == 0:
@@ -124,10 +122,6 @@ class Concatenation:
         part = bisect_right(self._firsts, index) - 1
         return self._parts[part][int(index) - self._firsts[part]]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(note for part in self._parts for note in notes_of(part))
-
 
 class Subset:
     """The documents at `indices` (int64, [n]) of other documents."""
@@ -141,16 +135,6 @@ class Subset:
 
     def __getitem__(self, index: int) -> Document:
         return self._documents[int(self._indices[index])]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return notes_of(self._documents)
-
-
-def notes_of(documents: Documents) -> tuple[str, ...]:
-    """Return the notes for users that a source has about its documents."""
-    notes: tuple[str, ...] = getattr(documents, "notes", ())
-    return notes
 
 
 def describe_sources(data: DataConfig) -> str:
@@ -182,14 +166,12 @@ def open_sources(config: DataConfig, split: Split) -> list[Documents]:
     if not is_mixed(config, split):
         return [open_documents(config, split)]
     sources = []
-    problems = []
     for number, source in enumerate(each_source(config), 1):
         try:
             sources.append(open_documents(source, split))
         except ConfigError as error:
-            problems += [Problem("data.mixture", f"entry {number}: {p}") for p in error.problems]
-    if problems:
-        raise ConfigError(*problems)
+            in_entry = [Problem("data.mixture", f"entry {number}: {p}") for p in error.problems]
+            raise ConfigError(*in_entry) from error
     return sources
 
 
@@ -295,14 +277,13 @@ class EncodedDocuments:
         outside the vocabulary.
         """
         try:
-            document = self._documents[index]
+            return self.encode(self._documents[index])
         except BadDocument as error:
             if not self._skips_bad:
                 remedy = "; data.on_bad_document=skip leaves such documents out"
                 raise reworded(error, lambda p: replace(p, message=p.message + remedy)) from error
             self._skipped[index] = str(error)
             return _EMPTY
-        return self.encode(document)
 
     def encode(self, document: Document) -> Encoded:
         """Encode a document that has been read, as `__getitem__` does."""
@@ -333,22 +314,23 @@ class EncodedDocuments:
             raise ConfigError(Problem("model.vocab_size", message))
 
 
-def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
-    """Return the tokenizer; raises ConfigError if it cannot encode conversations, because it does
-    not know which characters its tokens stand for.
+def require_offsets(tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer's `encode_with_offsets`; raises ConfigError if it has none, so that it
+    does not know which characters its tokens stand for.
     """
-    if not hasattr(tokenizer, "encode_with_offsets"):
+    encode = getattr(tokenizer, "encode_with_offsets", None)
+    if encode is None:
         message = (
             "does not tell which characters its tokens stand for, as conversations need; take a "
             "tokenizer.json"
         )
         raise ConfigError(Problem("data.tokenizer", message))
-    return cast(OffsetTokenizer, tokenizer)
+    return encode
 
 
 def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
     """Return the tokens of a text; those that overlap one of its spans have weight 1."""
-    ids, offsets = require_offsets(tokenizer).encode_with_offsets(document.text)
+    ids, offsets = require_offsets(tokenizer)(document.text)
     first, end = offsets.T
     weights = np.zeros(len(ids), np.float32)
     for span_first, span_end in document.spans:

@@ -36,7 +36,6 @@ PART_BYTES = 8 << 20
 MOST_PARTS = MOST_MAPPED  # so that a run maps each once; a larger corpus has larger parts
 RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # replaces the .bin file of a part without tokens, which a run would refuse
-SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
 _OUT = "--out"
 
 
@@ -50,15 +49,6 @@ class Part(NamedTuple):
     @property
     def name(self) -> str:
         return f"part-{self.number:05}"
-
-
-class EncodedPart(NamedTuple):
-    """The result of encoding a part."""
-
-    part: Part
-    num_documents: int  # without empty ones
-    num_tokens: int  # with ends of documents
-    skipped: tuple[str, ...]  # the reason for each document that was left out
 
 
 @dataclass(frozen=True)
@@ -86,27 +76,26 @@ class Encoding:
         encoding or other files, or cannot be written to.
         """
         record, file = self._record(), self.out / RECORD
+        problem = ""
         try:
             if file.is_file():
                 known = read_record(file, dict[str, object])
                 changed = [name for name, value in record.items() if known.get(name) != value]
                 if changed:
-                    message = (
-                        f"{self.out} holds tokens of another encoding, which differs in "
-                        f"{', '.join(changed)}: choose another directory, or delete it"
-                    )
-                    raise ConfigError(Problem(_OUT, message))
-                return
-            if self.out.is_dir() and any(self.out.iterdir()):
-                message = f"{self.out} has other files; give a new or an empty directory"
-                raise ConfigError(Problem(_OUT, message))
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, [json.dumps(record, indent=2).encode() + b"\n"])
+                    names = ", ".join(changed)
+                    problem = f"holds tokens of another encoding, which differs in {names}"
+            elif self.out.is_dir() and any(self.out.iterdir()):
+                problem = "has other files"
+            else:
+                self.out.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, [json.dumps(record, indent=2).encode() + b"\n"])
         except OSError as error:
-            message = f"cannot write to {self.out}: {error.strerror}"
-            raise ConfigError(Problem(_OUT, message)) from None
+            raise _unwritable(self.out, error) from None
         except Damaged:
-            raise ConfigError(Problem(_OUT, f"{file} is damaged; delete {self.out}")) from None
+            problem = f"has a damaged {RECORD}"
+        if problem:
+            message = f"{self.out} {problem}: choose another directory, or delete it"
+            raise ConfigError(Problem(_OUT, message))
 
     def is_done(self, part: Part) -> bool:
         """Return whether a part has its file, or is known to have no tokens."""
@@ -128,9 +117,11 @@ class Encoding:
         }
 
 
-def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[EncodedPart]:
+def encode_parts(
+    encoding: Encoding, parts: list[Part], workers: int
+) -> Iterator[tuple[Part, list[str]]]:
     """Encode parts in worker processes, or in this one if `workers` is 1, and yield each as soon as
-    its file is written.
+    its file is written, with the reason for each document that was left out.
 
     Raises ConfigError if a text cannot be read; files of other parts stay.
     """
@@ -156,8 +147,12 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
                 process.terminate()
 
 
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(Problem(_OUT, f"cannot write to {out}: {error.strerror}"))
+
+
 def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
-    """Return the numbers of documents and of tokens in the files of parts that are done."""
+    """Return the numbers of documents and of tokens, with ends of documents, in all files."""
     width = dtype_of(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
     num_documents = num_tokens = 0
     for part in parts:
@@ -181,20 +176,20 @@ def _open(corpus: Corpus) -> Documents:
     return corpus.open()
 
 
-def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
+def _encode_part(encoding: Encoding, part: Part) -> tuple[Part, list[str]]:
     """Encode one part and write its files, last the one that marks it as done."""
     tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
     documents = _open(encoding.corpus)
     dtype = dtype_of(tokenizer)
     content = io.BytesIO()
-    starts, num_tokens = [], 0
-    skipped = []
+    starts, num_tokens, skipped = list[int](), 0, list[str]()
     for index in range(part.start, part.end):
         try:
             text = text_of(documents, index)
         except BadDocument as error:
             if not encoding.skips_bad:
-                raise ConfigError(*error.problems, SKIPPING) from error
+                remedy = Problem("--on-bad-document", "skip leaves such texts out, and goes on")
+                raise ConfigError(*error.problems, remedy) from error
             skipped.append(str(error))
             continue
         ids = tokenizer.encode(text)
@@ -213,6 +208,5 @@ def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
         end = ".bin" if starts else NO_TOKENS
         write_atomically(path.with_suffix(end), [content.getvalue()])
     except OSError as error:
-        message = f"cannot write to {encoding.out}: {error.strerror}"
-        raise ConfigError(Problem(_OUT, message)) from None
-    return EncodedPart(part, len(starts), num_tokens, tuple(skipped))
+        raise _unwritable(encoding.out, error) from None
+    return part, skipped

@@ -24,8 +24,13 @@ from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.documents import each_source
 from maxpipe.data.files import local_files, parts_of, path_error, sorted_parts
-from maxpipe.data.tokenizer_json import SPECIAL_TOKENS_MAP, Frame
-from maxpipe.data.tokenizers import earlier_frame_of, frame_of, load_tokenizer, tokenizer_files
+from maxpipe.data.tokenizers import (
+    SPECIAL_TOKENS_MAP,
+    Frame,
+    frame_of,
+    load_tokenizer,
+    tokenizer_files,
+)
 from maxpipe.storage.local_files import each_once, list_remote, sampled_digest
 from maxpipe.storage.object_store import is_remote
 from maxpipe.storage.records import shaped
@@ -38,13 +43,11 @@ APPENDED, CHANGED, FRAMED = "appended", "changed", "other documents"
 
 @dataclass(frozen=True)
 class File:
-    """A file of a source: its name without directory, its size in bytes, and a digest of its
-    content or its entity tag, "" if it was not read.
-    """
+    """A file of a source."""
 
-    name: str
-    size: int
-    digest: str
+    name: str  # without directory
+    size: int  # bytes
+    digest: str  # of its content, or its entity tag; "" if it was not read
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class SourceFiles:
         if more >= 0 and saved.last is not None and self._has_grown(saved, saved.last):
             return APPENDED, f"{saved.last.name} has grown at its end, nothing before it differs"
         if max(ours.count, saved.count) <= NAMED:
-            return CHANGED, _list_differences(saved.files, ours.files)
+            return CHANGED, _differences(saved.files, ours.files)
         then = f"{_number(saved.count)} of {saved.size:,} bytes"
         return CHANGED, f"{then} then, {_number(ours.count)} of {ours.size:,} bytes now"
 
@@ -143,13 +146,10 @@ class DataFingerprint:
     tokenizer: str  # digest of its files, or its name
     chat_template: str  # digest of the template of conversations; "" if there are none
     frame: Frame | None = None  # of documents; None if there are only conversations
-    earlier_frame: Frame | None = None  # before frames were recorded
 
     def digests(self) -> dict[str, str]:
-        """Return a digest for each key that names data or the tokenizer.
-
-        Two processes with the same digests read the same documents with the same tokenizer,
-        wherever the files are.
+        """Return a digest for each key that names data or the tokenizer; processes with the same
+        digests read the same documents with the same tokenizer, wherever the files are.
         """
         digests = {self.key: _of_sources(self.train), "data.tokenizer": self.tokenizer}
         if self.eval is not None:
@@ -190,7 +190,7 @@ class DataFingerprint:
                 yield DataChange(key, *change)
 
     def _tokens_since(self, saved: Mapping[str, Any]) -> Iterator[DataChange]:
-        earlier = saved.get("frame") or self.earlier_frame  # of documents, if there are any
+        earlier = saved.get("frame")  # of documents, if there are any
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
             yield DataChange("data.tokenizer", CHANGED, text)
@@ -225,12 +225,11 @@ def fingerprint_data(config: Config) -> DataFingerprint:
     chat_template = ""
     if template := trained_template(data):
         chat_template = _digest(json.dumps([template.source, sorted(template.special_tokens)]))
-    frame = earlier = None
+    frame = None
     if not all(SOURCES[files.fingerprint.source].is_chat for files in train):
         with suppress(ConfigError):  # the loader refuses it
-            loaded = load_tokenizer(data.tokenizer, data.cache_dir)
-            frame, earlier = frame_of(loaded), earlier_frame_of(loaded)
-    return DataFingerprint(key, train, evaluation, tokenizer, chat_template, frame, earlier)
+            frame = frame_of(load_tokenizer(data.tokenizer, data.cache_dir))
+    return DataFingerprint(key, train, evaluation, tokenizer, chat_template, frame)
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
@@ -250,8 +249,7 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
         try:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         except OSError as error:
-            message = f"{file} cannot be read: {error.strerror}"
-            raise ConfigError(Problem("data.tokenizer", message)) from error
+            raise ConfigError(Problem("data.tokenizer", f"{file} cannot be read")) from error
     return digest.hexdigest()
 
 
@@ -301,28 +299,17 @@ def _sampled(path: str, size: int) -> str:
         raise path_error(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
-    """Describe up to three files that are gone, new or changed."""
+def _differences(before: Sequence[File], now: Sequence[File]) -> str:
+    """Describe what differs between the files of two fingerprints."""
     then, ours = ({file.name: file for file in files} for files in (before, now))
-    words = [
-        _difference(name, then.get(name), ours.get(name))
-        for name in {**then, **ours}
-        if then.get(name) != ours.get(name)
-    ]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return (", ".join(words[:3]) or "files of the same name differ") + more
-
-
-def _difference(name: str, then: File | None, now: File | None) -> str:
-    if then is None or now is None:
-        return f"{name} is {'gone' if then else 'new'}"
-    if name.startswith(SCHEME):
-        place, rest = name.partition(":")[2].split(":", 1)
-        before, commit = (file.digest.partition(" ")[0] for file in (then, now))
-        return f"{name} has commit {commit} now; {SCHEME}{place}@{before}:{rest} is that of then"
-    if now.size < then.size:
-        return f"{name} is shorter: {then.size:,} -> {now.size:,} bytes"
-    return f"{name} has other contents"
+    changed = [name for name in {**then, **ours} if then.get(name) != ours.get(name)]
+    for name in changed:
+        if name.startswith(SCHEME) and name in then and name in ours:
+            place, rest = name.partition(":")[2].split(":", 1)
+            old, new = (files[name].digest.partition(" ")[0] for files in (then, ours))
+            return f"{name} has commit {new} now; {SCHEME}{place}@{old}:{rest} is that of then"
+    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return f"{shown or 'files of the same name'}: new, gone, or with other contents"
 
 
 def _number(count: int) -> str:

@@ -118,7 +118,6 @@ class HeldOut:
     ):
         self._rows, self._pad_id = rows, open_tokenizer(config).pad_id
         self._size, self._data = config.eval.global_batch_size, config.data
-        self.num_documents = sum(text.num_documents for text in texts)
         self._texts = texts
         # Training draws documents, so a source's share of the tokens depends on their length.
         of_tokens = [

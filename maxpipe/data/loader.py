@@ -24,12 +24,9 @@ from maxpipe.data.documents import (
     Documents,
     EncodedDocuments,
     Split,
-    notes_of,
-    open_sources,
 )
 from maxpipe.data.files import path_error
-from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, needed_ids
+from maxpipe.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, needed_ids
 
 if TYPE_CHECKING:
     import grain
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     from maxpipe.data.rows import Batch
 
 
-SAMPLED = 256  # conversations that are looked at for tokens to learn
 SKIPPED_NAMED = 5  # how many skipped documents are named
 
 
@@ -53,18 +49,12 @@ class Loader(Iterator["Batch"]):
       iterators: one per worker; w yields (batch, state, skipped) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
       num_documents: number of documents of the split, over all sources.
-      notes: notes for users about the documents.
     """
 
     def __init__(
-        self,
-        iterators: "list[grain.DatasetIterator]",
-        state: np.ndarray,
-        num_documents: int,
-        notes: Sequence[str] = (),
+        self, iterators: "list[grain.DatasetIterator]", state: np.ndarray, num_documents: int
     ):
         self.num_documents = num_documents
-        self.notes = notes
         self._iterators = iterators
         self._skipped: set[str] = set()
         self._is_closed = False
@@ -116,8 +106,7 @@ def make_loader(
         or `state` does not belong to these documents and rows.
     """
     # These import grain, which takes longer than reporting a configuration error should take.
-    from maxpipe.data.mixture import open_mixture
-    from maxpipe.data.rows import RowSource, prefetched
+    from maxpipe.data.rows import RowSource, open_mixture, prefetched
 
     data = config.data
     batch_size = global_batch_size(config, split)
@@ -138,7 +127,7 @@ def make_loader(
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
-    return Loader(iterators, state, len(documents), notes_of(documents))
+    return Loader(iterators, state, len(documents))
 
 
 def source_names(data: DataConfig) -> list[str]:
@@ -214,7 +203,7 @@ def tokenizer_notes(config: Config) -> list[str]:
         begin = tokenizer.frame.begin
         if ids := begin or ([] if tokenizer.bos_id is None else [tokenizer.bos_id]):
             how = "with" if begin else "without"
-            tokens = tokenizer.decode_with_special_tokens(ids)
+            tokens = tokenizer.decode(ids, skip_special_tokens=False)
             notes.append(f"documents and prompts begin {how} {tokens}, as in transformers")
     vocabulary: Mapping[str, int] = getattr(tokenizer, "vocabulary", {})
     in_order = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -223,42 +212,6 @@ def tokenizer_notes(config: Config) -> list[str]:
         names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         what = f"{len(unknown)} of the tokenizer's tokens"
         notes.append(f"the model has no ids for {what}; texts must not have them: {names}")
-    return notes
-
-
-def conversation_notes(config: Config) -> list[str]:
-    """Return notes for users about training on conversations, judged by a sample of them.
-
-    They are the number of epochs, and the share of the rows that `data.packing=false` cuts before
-    any answer, so that nothing is learned from them.
-    """
-    data = config.data
-    if not all(SOURCES[source].is_chat for source in data.sources):
-        return []
-    sizes: list[int] = []
-    weights: list[np.ndarray] = []  # of the targets of each conversation
-    for documents in open_sources(data, "train"):
-        encoder = encoder_of(config, documents, skips_bad=True)
-        sample = np.unique(np.linspace(0, len(documents) - 1, SAMPLED).astype(int)).tolist()
-        weights += [encoder[index].weights[1:] for index in sample]
-        sizes.append(len(documents))
-    about = "about " * (len(weights) < sum(sizes))
-    notes = []
-    of_rows = config.steps * data.global_batch_size
-    rows = sizes[0] * (np.mean([w.size for w in weights]) / data.sequence_length)
-    if len(sizes) == 1 and rows:  # sources of a mixture have epochs of their own
-        epochs = of_rows / (rows if data.packing else sizes[0])
-        notes.append(
-            f"steps: {config.steps:,} steps = {about * data.packing}{epochs:.3g} epochs of "
-            f"{sizes[0]:,} conversations"
-        )
-    share = np.mean([not w[: data.sequence_length].any() for w in weights])
-    if share and not data.packing:
-        notes.append(
-            f"data.sequence_length: nothing is learned from {about}{share:.0%} of the rows: "
-            f"data.packing=false cuts them after {data.sequence_length} tokens, before any answer; "
-            "raise it, or set data.packing=true"
-        )
     return notes
 
 
@@ -285,10 +238,8 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
 
 
 def moved_state(state: np.ndarray, num_before: int, num_now: int) -> np.ndarray:
-    """Return the state, int64 [R, 3], that continues a run whose number of documents has changed.
-
-    Every row keeps the number of documents that it has passed, and so its place among the rows. It
-    continues at the start of a document. With the same number of documents the state is unchanged.
+    """Return the state, int64 [R, 3], that continues a run whose number of documents has changed:
+    every row keeps the number of documents that it has passed, and begins the next.
     """
     if num_before == num_now:
         return state

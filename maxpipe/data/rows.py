@@ -10,6 +10,10 @@ weight is its target's: 1, or 0 for what anyone but the assistant says in a conv
 Example, T=4, documents "ab" and "c": the pairs are bos>a a>b b>eos bos>c c>eos, so sequence 0 holds
 bos>a a>b b>eos bos>c (segments 1 1 1 2, positions 0 1 2 0) and sequence 1 begins with c>eos.
 
+A mixture draws documents in rounds of `ROUND`: every source has its share (`data.mixture`) of a
+round, and the draws of a round are shuffled. The document of draw number g therefore follows from g
+alone, and the state of a row is the same as without a mixture.
+
 grain reads rows ahead, in threads or in worker processes.
 
 Shapes: B global batch size, T sequence length.
@@ -23,6 +27,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import grain
@@ -30,10 +35,21 @@ import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 
-from maxpipe.data.documents import Encoded, EncodedDocuments
+from maxpipe.config.rules.run import LEAST_SHARE
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.documents import (
+    Concatenation,
+    Documents,
+    Encoded,
+    EncodedDocuments,
+    Split,
+    is_mixed,
+    open_sources,
+)
 from maxpipe.data.files import path_error
 
 Batch = dict[str, np.ndarray]
+ROUND = round(1 / LEAST_SHARE)  # draws of a mixture
 
 
 class Order(Protocol):
@@ -62,6 +78,62 @@ class DocumentOrder:
             return position
         seed = (self._seed + epoch) % 2**32
         return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
+
+
+class MixedOrder:
+    """The `Order` in which the documents of a `Concatenation` are drawn.
+
+    Every source has epochs of its own, each a `DocumentOrder` of its documents; its weight decides
+    how fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
+    further meaning. Weights are in any unit; sources are mixed also without `shuffle`.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
+        assert 0 < len(sizes) == len(weights) <= ROUND
+        self.num_documents = sum(sizes)
+        self._seed = seed
+        self._orders = [DocumentOrder(size, seed, shuffle) for size in sizes]
+        self._firsts = [0, *accumulate(sizes)]
+        self._shares = shares(weights)
+        self._slots = np.array([0, *accumulate(self._shares)])
+
+    def __call__(self, epoch: int, position: int) -> int:
+        # 1. The shuffled slot of this draw within its round, and the source that owns the slot.
+        number, draw = divmod(epoch * self.num_documents + position, ROUND)
+        seed = (self._seed + number) % 2**32
+        slot = index_shuffle(draw, max_index=ROUND - 1, seed=seed, rounds=4)
+        source = int(np.searchsorted(self._slots, slot, side="right")) - 1
+        # 2. The source has made `_shares` draws in each earlier round.
+        source_draw = number * self._shares[source] + slot - int(self._slots[source])
+        # 3. Its own epoch and position, and the document there.
+        order = self._orders[source]
+        return self._firsts[source] + order(*divmod(source_draw, order.num_documents))
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """Return each source's draws per round: proportional to weight, at least 1, sum `ROUND`."""
+    exact = np.asarray(weights, np.float64) / sum(weights) * ROUND
+    counts = np.maximum(exact.astype(int), 1)
+    while counts.sum() < ROUND:
+        counts[np.argmax(exact - counts)] += 1
+    while counts.sum() > ROUND:
+        counts[np.argmax(counts)] -= 1
+    return counts.tolist()
+
+
+def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
+    """Return the documents of one split and the order in which to visit them.
+
+    They come from `data.mixture`, each source split separately, or from `data.source` if there is
+    no mixture, or for `data.eval_path`. Errors are those of `open_sources`.
+    """
+    sources = open_sources(config, split)
+    if not is_mixed(config, split):
+        (documents,) = sources
+        return documents, DocumentOrder(len(documents), seed, config.shuffle)
+    weights = [entry["weight"] for entry in config.mixture]
+    order = MixedOrder([len(source) for source in sources], weights, seed, config.shuffle)
+    return Concatenation(sources), order
 
 
 class Pairs(NamedTuple):

@@ -5,34 +5,44 @@ SentencePiece model, or a model's folder, as in `maxpipe.config.model_places`. T
 imported when a file needs them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation, optional
+from maxpipe.config.model_places import TOKENIZER as TOKENIZER_FILE
 from maxpipe.config.model_places import num_plain_ids, open_folder, tokenizer_folder, tokenizer_path
 from maxpipe.config.sections import ModelConfig
-from maxpipe.data.tokenizer_json import (
-    CONVERT,
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
-    Frame,
-    HuggingFaceTokenizer,
-)
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _BESIDE = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)  # files next to a tokenizer's own
+_CONVERT = (
+    "convert other formats, such as tekken, tiktoken or vocab.json, with AutoTokenizer"
+    ".from_pretrained(FOLDER).save_pretrained(NEW) of transformers, which writes a tokenizer.json"
+)
+# Tried in this order if no file names the tokens.
+_COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
+_COMMON_EOS = (
+    *("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
+    "<｜end▁of▁sentence｜>",
+)
 
 
 class Tokenizer(Protocol):
-    """What the loader needs of a tokenizer; picklable, for worker processes."""
+    """What the loader needs of a tokenizer; picklable, for worker processes.
+
+    Conversations also need `encode_with_offsets`, as `ByteTokenizer` has it.
+    """
 
     # Bytes of text that each id stands for, int32 [vocab_size], 0 for special ids; None if they are
     # not known exactly.
@@ -51,14 +61,11 @@ class Tokenizer(Protocol):
         ...
 
 
-class OffsetTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows which characters of a text each token stands for."""
+class Frame(NamedTuple):
+    """What surrounds a document: the ids before it, and the one after it."""
 
-    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [tokens], and first character and end of each,
-        int64 [tokens, 2].
-        """
-        ...
+    begin: list[int]
+    end: int
 
 
 @cache
@@ -88,7 +95,7 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     file = Path(_local_path(name_or_path, cache_dir))
     if file.suffix == ".model":
         return [file]
-    file = file / "tokenizer.json" if isdir(file) else file
+    file = file / TOKENIZER_FILE if isdir(file) else file
     others = map(file.with_name, (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
     return [file, *filter(isfile, others)]
 
@@ -149,13 +156,6 @@ def frame_of(tokenizer: Tokenizer) -> Frame:
     return Frame([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.eos_id)
 
 
-def earlier_frame_of(tokenizer: Tokenizer) -> Frame:
-    """Return what surrounded documents in training before runs recorded it."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.earlier_frame
-    return frame_of(tokenizer)
-
-
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text that a model is to continue: those of a document that begins
     with it.
@@ -166,9 +166,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text without the special tokens that a user has written in it, such as those of a
-    chat template.
-    """
+    """Return a text without the special tokens that a user has written in it."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         for token in tokenizer.special_tokens:
             text = text.replace(token, "")
@@ -178,7 +176,7 @@ def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
     """Return the text of `ids`, including special tokens, as a chat template may write."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.decode_with_special_tokens(ids)
+        return tokenizer.decode(ids, skip_special_tokens=False)
     return tokenizer.decode(ids)
 
 
@@ -195,7 +193,9 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of the text, int32 [bytes], and first character and end of each."""
+        """Return token ids, int32 [tokens], and first character and end of each,
+        int64 [tokens, 2].
+        """
         lengths = [len(character.encode("utf-8")) for character in text]
         characters = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
@@ -219,9 +219,7 @@ class PlainIds:
         self.eos_id = self.pad_id = vocab_size - 1
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids whose numbers are in the text, int32 [ids]; raises ConfigError for words
-        that are not ids.
-        """
+        """Raises ConfigError for words that are not ids."""
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
@@ -247,13 +245,10 @@ class SentencePieceTokenizer:
     def __init__(self, path: str):
         with optional("sentencepiece", "data", "data.tokenizer"):
             import sentencepiece
-        file = Path(path)
-        if not isfile(file):
-            raise _problem(f"there is no file {path!r}")
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+            self._model = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as error:
-            raise _problem(f"{path} is no SentencePiece model: {error}; {CONVERT}") from error
+            raise _problem(f"{path} is no SentencePiece model: {error}; {_CONVERT}") from error
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()
         if self.eos_id < 0:
@@ -274,6 +269,157 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         known = [token for token in np.asarray(ids).tolist() if token < self.vocab_size]
         return self._model.decode(known)
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face `tokenizer.json`, read by the `tokenizers` library without running code.
+
+    The file's post-processor says what precedes a text, as in transformers 5, where `add_bos_token`
+    has no effect. The file does not say which of its tokens ends a document.
+    `tokenizer_config.json` and `special_tokens_map.json` next to it do (`bos_token`, `eos_token`,
+    `pad_token`); without them, common names are tried, and likewise for an `eos_token` that they
+    leave out.
+
+    Truncation and padding that the script that saved the file may have left in it are ignored: a
+    text has all of its tokens and no others. Raises ConfigError if the file, or that of the
+    directory, is not a tokenizer, or has no end-of-document token.
+
+    Attributes:
+      needed_vocab_size: least number of ids that a model needs for texts without added tokens.
+      special_tokens: the text of each special token.
+      frame: see `frame_of`.
+    """
+
+    def __init__(self, path: str):
+        from tokenizers import Tokenizer as FastTokenizer
+
+        file = Path(path)
+        file = file / TOKENIZER_FILE if isdir(file) else file
+        if not isfile(file):
+            raise _problem(
+                f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
+                f"or of a SentencePiece .model; {_CONVERT}"
+            )
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(file))
+        # The library raises bare Exception for whatever it cannot parse.
+        except Exception as error:
+            message = f"{file} is not a Hugging Face tokenizer.json: {error}; {_CONVERT}"
+            raise _problem(message) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self.vocabulary
+        # Ids may have gaps, so the number of tokens may be smaller than the largest id.
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        config = read_object(file.with_name(TOKENIZER_CONFIG))
+        names = read_object(file.with_name(SPECIAL_TOKENS_MAP))
+        bos, eos, pad = _special_tokens(named_tokens(config, names), vocabulary)
+        if eos not in vocabulary:
+            raise _problem(
+                f"{file} has no end-of-document token; "
+                "name its eos_token in tokenizer_config.json next to it"
+            )
+        self.eos_id = vocabulary[eos]
+        self.bos_id = vocabulary.get(bos)
+        self.pad_id = vocabulary.get(pad, self.eos_id)
+        is_neox = str((config or {}).get("tokenizer_class")).startswith("GPTNeoXTokenizer")
+        begin = [] if is_neox else self._ids_before_a_text()
+        self.frame = Frame(begin, self.eos_id)
+        own_ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        framing = [self.eos_id, self.pad_id, -1 if self.bos_id is None else self.bos_id, *begin]
+        self.needed_vocab_size = max([*own_ids, *framing]) + 1
+        content = json.loads(self._tokenizer.to_str())
+        self.token_bytes = _token_bytes(content, vocabulary)
+        added = content.get("added_tokens") or ()
+        self.special_tokens = [token["content"] for token in added if token["special"]]
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def _ids_before_a_text(self) -> list[int]:
+        """Return the ids that the file's post-processor puts before a text."""
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers.models import WordLevel
+
+        text = FastTokenizer(WordLevel({"a": 0}, unk_token="a")).encode("a")
+        encoding = self._tokenizer.post_process(text)
+        return encoding.ids[: encoding.special_tokens_mask.index(0)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens)
+
+
+def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
+    """Return the byte count of each token of a byte-level tokenizer, int32 [ids]; None for others.
+
+    Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
+    Special tokens count as 0 bytes; other added tokens are stored as plain text.
+    """
+    steps = tokenizer.get("pre_tokenizer") or {}
+    levels = [
+        step for step in steps.get("pretokenizers", [steps]) if step.get("type") == "ByteLevel"
+    ]
+    if not levels or any(step.get("add_prefix_space") for step in levels):
+        return None  # a prefix is a byte that the text does not have
+    counts = np.zeros(max(vocabulary.values()) + 1, np.int32)
+    for token, index in vocabulary.items():
+        counts[index] = len(token)
+    for added in tokenizer.get("added_tokens") or ():
+        counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return counts
+
+
+def named_tokens(
+    config: Mapping[str, object] | None, names: Mapping[str, object] | None
+) -> Mapping[str, object] | None:
+    """Return what names a tokenizer's special tokens, as in transformers: tokenizer_config.json,
+    and special_tokens_map.json next to files of older versions.
+    """
+    if names is None or "added_tokens_decoder" in (config or {}):
+        return config
+    return {**(config or {}), **names}
+
+
+def read_object(file: Path | None) -> Mapping[str, object] | None:
+    """Return the JSON object in a file, None if there is no file; raises ConfigError if it is
+    something else.
+    """
+    if file is None or not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _problem(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _problem(f"{file} is not a JSON object")
+    return content
+
+
+def _special_tokens(
+    config: Mapping[str, object] | None, vocabulary: Mapping[str, int]
+) -> list[str]:
+    """Return the tokens that begin a document, end it, and pad; "" where there is none."""
+    if config is None:
+        config = {"bos_token": _first_of(_COMMON_BOS, vocabulary)}
+    tokens = {"eos_token": _first_of(_COMMON_EOS, vocabulary), **config}  # GPT-2's names none
+    if config.get("add_bos_token") is False:
+        tokens["bos_token"] = None
+    found = [tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")]
+    # Older files wrap a token in an object.
+    names = [token.get("content") if isinstance(token, dict) else token for token in found]
+    return [name if isinstance(name, str) else "" for name in names]
+
+
+def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:
+    return next((token for token in tokens if token in vocabulary), "")
 
 
 def _problem(message: str) -> ConfigError:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
@@ -13,8 +12,11 @@ from maxpipe.data.chat_template import (
     load_chat_template,
 )
 from maxpipe.data.documents import BadDocument
-from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
-from maxpipe.data.tokenizers import CHAT_TEMPLATE, TOKENIZER, Tokenizer, template_files
+from maxpipe.data.tokenizers import (
+    TOKENIZER,
+    HuggingFaceTokenizer,
+    Tokenizer,
+)
 
 _KEY = "--chat"
 
@@ -23,36 +25,22 @@ class TooLong(ConfigError):
     """A conversation with more tokens than the model has learned positions."""
 
 
-class EndOfTurn(NamedTuple):
-    """What ends an answer: any of some special tokens or, without these, a text, maybe empty."""
-
-    tokens: set[int]
-    text: str
-
-
 def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
     """Return the chat template that a run was trained with, with its date, or its tokenizer's own;
     raises ConfigError if there is none.
     """
     data = config.data
     with store.local_files(TOKENIZER) as files:
-        is_kept = any(file.name == CHAT_TEMPLATE for file in files)
-        # Runs of earlier versions have no copy of a template that is not the tokenizer's own.
-        own = chat_template_among(files) if is_kept or not data.chat_template else None
+        own = chat_template_among(files)
     if own is not None:
         return replace(own, date=data.chat_date)
-    if data.chat_template:
+    try:
         return load_chat_template(
             data.chat_template, data.tokenizer, data.cache_dir, data.chat_date
         )
-    own = chat_template_among(template_files(data.tokenizer, data.cache_dir))
-    if own is not None:
-        return own
-    message = (
-        "the run has no chat template: it was not trained on conversations, as with "
-        f"data.source=chat, and data.tokenizer={data.tokenizer} has none of its own"
-    )
-    raise ConfigError(Problem(_KEY, message))
+    except ConfigError as error:
+        message = f"the run has no chat template: {error.problems[0].message}"
+        raise ConfigError(Problem(_KEY, message)) from error
 
 
 def read_conversation(
@@ -79,8 +67,10 @@ def read_conversation(
     return ids
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
-    """Return what a template writes after an answer; raises ConfigError if it refuses one."""
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[set[int], str]:
+    """Return what a template writes after an answer: special tokens, any of which ends it, or,
+    without these, a text, maybe empty. Raises ConfigError if it refuses an answer.
+    """
     try:
         text = template.end_of_turn()
     except BadDocument as error:
@@ -89,7 +79,7 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         special = [token for token in tokenizer.special_tokens if token in text]
     tokens = {int(tokenizer.encode(token)[0]) for token in special}
-    return EndOfTurn(tokens, "" if tokens else text.strip() or text)
+    return tokens, "" if tokens else text.strip() or text
 
 
 def before(end: str, pieces: Iterable[str]) -> Iterator[str]:

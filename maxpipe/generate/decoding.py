@@ -7,7 +7,7 @@ Shapes: B sequences, P tokens of the prompt, T tokens, W window, N layers, K key
 C channels of a head, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,14 +41,6 @@ class Cache(NamedTuple):
 
     first: list[KeysValues]
     stacked: KeysValues
-
-
-# Attention that also reads and writes the cache of a layer: (q, k, v, cache before these tokens,
-# options) -> (context, cache after them).
-CachedAttention = Callable[
-    [jax.Array, jax.Array, jax.Array, KeysValues | None, AttentionOptions],
-    tuple[jax.Array, KeysValues],
-]
 
 
 @dataclass(frozen=True)
@@ -110,7 +102,7 @@ class Decoder:
         What follows the first `length` tokens, from 1 to P, changes nothing, so that one program
         reads prompts of several lengths.
         """
-        x, cache = self._read(params, tokens)
+        x, cache = self._run(params, tokens, 0, None)
         last = jax.lax.dynamic_index_in_dim(x, length - 1, axis=1, keepdims=False)
         return self._program.logits(params, last), cache
 
@@ -119,27 +111,8 @@ class Decoder:
 
         T is at most W; each row begins a text.
         """
-        x, _ = self._read(params, tokens)  # the compiler leaves out the cache
+        x, _ = self._run(params, tokens, 0, None)  # the compiler leaves out the cache
         return self._program.logits(params, x)
-
-    def _read(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
-        """Read the first tokens of texts [B,T]; return (activations [B,T,D], cache)."""
-        rest = self._window - tokens.shape[1]
-        assert 0 <= rest < self._window
-
-        def attend_all(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            cache: KeysValues | None,
-            options: AttentionOptions,
-        ) -> tuple[jax.Array, KeysValues]:
-            # No token sees later ones, and `step` writes a slot before it reads it.
-            padding = ((0, 0), (0, rest), (0, 0), (0, 0))  # [B,T,K,C] -> [B,W,K,C]
-            context = dot_product_attention(q, k, v, jnp.ones_like(tokens), options)
-            return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
-
-        return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_all, None)
 
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: Cache
@@ -147,44 +120,44 @@ class Decoder:
         """Read one more token, int32 [B], at a position of the sequence, int32 scalar; return
         (logits of the next token, float32 [B,V]; cache).
         """
+        x, cache = self._run(params, token[:, None], position, cache)
+        return self._program.logits(params, x[:, -1]), cache
+
+    def _attend(
+        self,
+        qkv: tuple[jax.Array, jax.Array, jax.Array],
+        position: jax.Array,
+        before: KeysValues | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, KeysValues]:
+        """Return (context, a layer's cache after these tokens), which are the first ones of texts
+        or, with a cache, one more token.
+        """
+        q, k, v = qkv
+        kept = (k,) if self._config.is_latent else (k, v)
+        if before is None:
+            assert k.shape[1] <= self._window
+            # No token sees later ones, and `step` writes a slot before it reads it.
+            padding = ((0, 0), (0, self._window - k.shape[1]), (0, 0), (0, 0))
+            one_text = jnp.ones(k.shape[:2], jnp.int32)
+            context = dot_product_attention(q, k, v, one_text, options)
+            return context, tuple(jnp.pad(x, padding) for x in kept)  # [B,T,K,C] -> [B,W,K,C]
         slot = position % self._window
         slots = jnp.arange(self._window)
         # Slots fill in order; from position W - 1 on all are in use.
-        in_use = (slots <= position)[None, None, None]  # [1,1,1,W]
-
-        def attend_to_cache(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            cache: KeysValues | None,
-            options: AttentionOptions,
-        ) -> tuple[jax.Array, KeysValues]:
-            assert cache is not None
-            updated = tuple(
-                jax.lax.dynamic_update_slice_in_dim(before, x, slot, axis=1)  # [B,W,K,C]
-                for before, x in zip(cache, self._cached(k, v), strict=True)
-            )
-            keys, values = updated[0], updated[-1][..., : v.shape[3]]
-            mask = in_use
-            if options.window is not None:  # compare it with how long ago each slot was written
-                mask = in_use & ((slot - slots) % self._window < options.window)
-            context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
-            return context, updated
-
-        x, cache = self._run(params, token[:, None], position, attend_to_cache, cache)
-        return self._program.logits(params, x[:, -1]), cache
-
-    def _cached(self, k: jax.Array, v: jax.Array) -> KeysValues:
-        """Return the part of keys and values that the cache holds."""
-        return (k,) if self._config.is_latent else (k, v)
+        mask = (slots <= position)[None, None, None]  # [1,1,1,W]
+        if options.window is not None:  # compare it with how long ago each slot was written
+            mask = mask & ((slot - slots) % self._window < options.window)
+        after = tuple(
+            jax.lax.dynamic_update_slice_in_dim(earlier, x, slot, axis=1)  # [B,W,K,C]
+            for earlier, x in zip(before, kept, strict=True)
+        )
+        keys, values = after[0], after[-1][..., : v.shape[3]]
+        context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
+        return context, after
 
     def _run(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        start: jax.Array,
-        cached_attention: CachedAttention,
-        cache: Cache | None,
+        self, params: Params, tokens: jax.Array, start: jax.Array | int, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
         """Read tokens [B,T] from position `start` on; return (activations [B,T,D], cache)."""
         rows, length = tokens.shape
@@ -211,7 +184,7 @@ class Decoder:
                 segment_ids: jax.Array,
                 options: AttentionOptions = PLAIN,
             ) -> jax.Array:
-                context, after = cached_attention(q, k, v, before, options)
+                context, after = self._attend((q, k, v), jnp.int32(start), before, options)
                 caches.append(after)
                 return context
 

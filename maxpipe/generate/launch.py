@@ -8,7 +8,7 @@ from functools import partial
 from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.steps import StepStore
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError
 from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
 from maxpipe.generate.chat import TooLong
@@ -66,12 +66,9 @@ def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
                 turns = [*conversation, _said("assistant", answer)]
         except EOFError:
             return
-        except (ConfigError, UnicodeDecodeError) as error:
-            if isinstance(error, UnicodeDecodeError):
-                message = f"a line of standard input is not {error.encoding.upper()}"
-                error = ConfigError(Problem("--chat", message))
+        except ConfigError as error:
             if not is_terminal:
-                raise error from None
+                raise
             problems = "; ".join(problem.message for problem in error.problems)
             print(f"(this line is left out: {problems})", file=sys.stderr)
 
@@ -88,12 +85,11 @@ def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) 
             if len(turns) == 1:
                 raise
             del turns[:2]  # a question and its answer
-            continue
-        if num_left_out := num_turns - len(turns):
-            limit = model.config.data.sequence_length
-            reason = f"the model reads {limit} tokens (data.sequence_length)"
-            print(f"({num_left_out} oldest turns are forgotten: {reason})", file=sys.stderr)
-        return prompt
+        else:
+            if len(turns) < num_turns:
+                limit = f"{model.config.data.sequence_length} tokens (data.sequence_length)"
+                print(f"(the oldest turns are forgotten: it reads {limit})", file=sys.stderr)
+            return prompt
 
 
 def _said(role: str, content: str) -> Message:

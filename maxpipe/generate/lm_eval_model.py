@@ -12,7 +12,6 @@ import fnmatch
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -55,16 +54,12 @@ TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 
 @register_model("maxpipe")
 class ModelOfRun(TemplateLM):
-    """A loaded model as lm-eval takes it.
+    """A loaded model as lm-eval takes it; `batch_size` texts are scored at once, and the other
+    arguments are those of `maxpipe.load_model`.
 
     Texts begin like documents in training. A context too long for `data.sequence_length` loses its
     beginning, and one of more than half of that leaves room for the answer. Samples of a text
     differ from each other.
-
-    Args:
-      run_dir: the model, or its run as for `maxpipe.load_model`.
-      batch_size: number of texts that are scored at once.
-      **arguments: step, average and tokenizer, as for `maxpipe.load_model`.
     """
 
     def __init__(self, run_dir: str | Model, batch_size: int = 8, **arguments: Any):
@@ -161,8 +156,8 @@ class ModelOfRun(TemplateLM):
     def _generate(self, context: str, options: Mapping[str, object]) -> str:
         # This takes other names of max_gen_toks, and samples if only a temperature is given.
         wishes: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
-        wishes = {name: value for name, value in wishes.items() if _NEUTRAL.get(name) != value}
-        if unknown := wishes.keys() - _KNOWN:
+        unknown = {n for n, value in wishes.items() if n not in _KNOWN and _NEUTRAL.get(n) != value}
+        if unknown:
             message = f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(_KNOWN))}"
             raise ValueError(f"generation_kwargs: {message}")
         ends = [end for end in wishes["until"] if end]
@@ -253,9 +248,7 @@ def matching_tasks(names: Sequence[str], known: Sequence[str]) -> list[str]:
         matches = fnmatch.filter(known, name)
         tasks.update(dict.fromkeys(matches))
         if not matches:
-            near = get_close_matches(name, known, n=3)
-            remedy = f"; did you mean {' or '.join(near)}?" if near else ""
-            problems.append(Problem("--tasks", f"lm-eval has no task {name!r}{remedy}"))
+            problems.append(Problem("--tasks", f"lm-eval has no task {name!r}"))
     if problems:
         raise ConfigError(*problems)
     return [*tasks]

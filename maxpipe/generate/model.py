@@ -35,13 +35,9 @@ from maxpipe.model.parameters import Params
 class Model:
     """A trained model, whatever the layout of its run; `maxpipe.load_model` returns one.
 
-    Parameters are in `model.dtype`, sharded over the devices of this process. Experts take every
-    token, whatever `model.moe.capacity_factor` was in training.
-
-    Args:
-      store: store of the run's checkpoints.
-      steps: committed steps, ascending; the parameters are the mean over them.
-      tokenizer: a value of `data.tokenizer`; None for the run's own.
+    Parameters are the mean over `steps`, ascending, in `model.dtype`, sharded over the devices of
+    this process. Experts take every token, whatever `model.moe.capacity_factor` was in training.
+    `tokenizer` is a value of `data.tokenizer`, None for the run's own.
 
     Raises:
       ConfigError: this installation does not know the run's model.
@@ -197,20 +193,18 @@ class Model:
 
     def answer(self, prompt: Sequence[int], options: Options) -> Iterator[str]:
         """Yield the answer up to the end of the assistant's turn; arguments as for `stream`."""
-        end = end_of_turn(self._chat_template, self.tokenizer)
-        options = replace(options, stop_tokens=[*options.stop_tokens, *end.tokens])
-        return before(end.text, self.stream(prompt, options))
+        tokens, text = end_of_turn(self._chat_template, self.tokenizer)
+        options = replace(options, stop_tokens=[*options.stop_tokens, *tokens])
+        return before(text, self.stream(prompt, options))
 
     def stream(self, prompt: Sequence[int], options: Options) -> Iterator[str]:
         """Yield the text of each token after a prompt of `read_prompt`, once it is complete."""
         text_stream = TextStream(self.tokenizer, prompt)
         ends = {self.tokenizer.eos_id, *options.stop_tokens, *self._ends}
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        seed, max_tokens = options.seed, options.max_tokens
+        length = {"seed": options.seed, "max_tokens": options.max_tokens}
         written = ""
-        for token in generate(
-            self.config, self.params, prompt, sampling, seed=seed, max_tokens=max_tokens
-        ):
+        for token in generate(self.config, self.params, prompt, sampling, **length):
             if token in ends:
                 break
             text = text_stream.add(token)

@@ -4,13 +4,14 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.sections import MOST_SEED
+from maxpipe.data.files import reworded
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
     TOKENIZER,
@@ -67,24 +68,17 @@ def find_tokenizer(
     tokenizer. Raises ConfigError if it does not exist (any more), or has ids that the model does
     not know.
     """
-    name_or_path = flag
     try:
-        if flag is None:
-            name_or_path, tokenizer = _tokenizer_of_run(config, meta, store)
-        else:
-            tokenizer = load_tokenizer(flag)
+        found = (flag, load_tokenizer(flag)) if flag else _tokenizer_of_run(config, meta, store)
     except ConfigError as error:
-        if flag is not None:
-            problems = [Problem("--tokenizer", problem.message) for problem in error.problems]
-            raise ConfigError(*problems) from error
+        if flag:
+            raise reworded(error, lambda p: replace(p, key="--tokenizer")) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
-    needed = needed_ids(tokenizer, config.model)
-    if needed > config.model.num_token_ids:
-        message = (
-            f"{name_or_path} needs {needed} ids, the model has "
-            f"{config.model.num_token_ids}: it was trained with another"
-        )
+    name, tokenizer = found
+    needed, there = needed_ids(tokenizer, config.model), config.model.num_token_ids
+    if needed > there:
+        message = f"{name} needs {needed} ids, the model has {there}: it was trained with another"
         raise ConfigError(Problem("--tokenizer", message))
     return tokenizer
 
@@ -110,10 +104,8 @@ def _tokenizer_of_run(
 
 
 def imported_ends(config: Config, store: StepStore) -> set[int]:
-    """Return the ids that end a text in the model that a run was imported from.
-
-    There are none if the run was trained with another tokenizer or was not imported. Chat models
-    have several tokens that end a text.
+    """Return the ids that end a text in the model that a run was imported from; none if the run was
+    trained with another tokenizer or was not imported. Chat models have several.
     """
     with store.local_files(ORIGIN) as kept, store.local_files(TOKENIZER) as companions:
         return end_ids(origin_of(config, kept), companions)

@@ -125,7 +125,7 @@ def _turn_ends(config: Config, tokenizer: Tokenizer | None, store: StepStore) ->
     """
     if tokenizer is None or not is_chat(config.data):
         return set()
-    end = end_of_turn(find_chat_template(config, store), tokenizer)
-    if not end.tokens:
-        print(f"answers end with the text {end.text!r}, which is no token: eos_token_id stays")
-    return end.tokens
+    tokens, text = end_of_turn(find_chat_template(config, store), tokenizer)
+    if not tokens:
+        print(f"answers end with the text {text!r}, which is no token: eos_token_id stays")
+    return tokens

@@ -18,8 +18,13 @@ from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import trained_template
-from maxpipe.data.tokenizer_json import TOKENIZER_CONFIG
-from maxpipe.data.tokenizers import CHAT_TEMPLATE, TOKENIZER, template_files, tokenizer_files
+from maxpipe.data.tokenizers import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    template_files,
+    tokenizer_files,
+)
 from maxpipe.hf.origin import ORIGIN, read_origin
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained

@@ -27,10 +27,8 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit, folded, terminal_width
 from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
-from maxpipe.data.held_out import HeldOut, open_held_out
+from maxpipe.data.held_out import open_held_out
 from maxpipe.data.loader import (
-    Loader,
-    conversation_notes,
     make_loader,
     token_bytes,
     tokenizer_notes,
@@ -297,7 +295,8 @@ def start_session(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     held_out, by_source = open_held_out(config, place_eval.rows)
-    _log_notes(config, loader, held_out)
+    for note in tokenizer_notes(config):
+        log(f"data.tokenizer: {note}")
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)
     step, skips, changed = 0, 0, list[Change]()
@@ -430,20 +429,6 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
     num_chips = mesh.size / devices_per_chip(devices)
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
-
-
-def _log_notes(config: Config, loader: Loader, held_out: HeldOut | None) -> None:
-    """Log the notes of the tokenizer and of the data loaders."""
-    share = ""
-    if held_out is not None and not (config.data.eval_path or config.data.mixture):
-        count = f"held out for evaluation: {held_out.num_documents:,} of them"
-        share = f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
-    for line in (
-        *(f"data.tokenizer: {note}" for note in tokenizer_notes(config)),
-        *conversation_notes(config),
-        *(f"data.path: {note}{share}" for note in loader.notes),
-    ):
-        log(line)
 
 
 def _farewell(session: Session, exit_code: int, root: Path, seconds: float) -> str:

@@ -9,7 +9,7 @@ import maxpipe
 from maxpipe import train
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.printing import print_config
-from maxpipe.data.epochs import with_steps
+from maxpipe.data.check import with_steps
 from maxpipe.data.loader import make_loader
 
 ONE_ROW = (

@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.data.loader import make_loader
-from maxpipe.data.mixture import ROUND, MixedOrder, shares
+from maxpipe.data.rows import ROUND, MixedOrder, shares
 
 SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]

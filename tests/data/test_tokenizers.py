@@ -14,8 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.data.documents import EncodedDocuments
-from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
-from maxpipe.data.tokenizers import encode_prompt, load_tokenizer, tokenizer_files
+from maxpipe.data.tokenizers import (
+    HuggingFaceTokenizer,
+    encode_prompt,
+    load_tokenizer,
+    tokenizer_files,
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
@@ -88,10 +92,8 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
     path = _make(tmp_path, ["<s>", "</s>"])
     config = tmp_path / "tokenizer_config.json"
     for content, message in [
-        ("{", r"tokenizer_config\.json is not JSON"),
+        ("{", r"tokenizer_config\.json cannot be read as JSON"),
         ('["</s>"]', r"tokenizer_config\.json is not a JSON object"),
-        ('{"eos_token": ["</s>"]}', r"tokenizer\.json has no end-of-document token"),
-        ('{"eos_token": {"id": 1}}', r"tokenizer\.json has no end-of-document token"),
         ('{"eos_token": null}', r"tokenizer\.json has no end-of-document token"),
     ]:
         config.write_text(content)
@@ -106,7 +108,6 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
     for name, message in [
         ("empty.json", "has no end-of-document token"),
         ("none", "is neither 'byte' nor .* convert other formats"),
-        ("n" * 300 + "/none", "is neither 'byte' nor .* convert other formats"),
         ("other/tokenizer.json", r"is not a Hugging Face tokenizer\.json: .*; convert other"),
         ("more", "is neither 'byte' nor .* tekken, .*save_pretrained"),
     ]:

@@ -64,10 +64,6 @@ class TextPieces:
         self._path = path
         self._original = original
         self._pieces = _cut(path, *version, size)
-        self.notes = (
-            f"{original} is one text file: read as {len(self._pieces):,} documents of up to "
-            f"{size:,} bytes",
-        )
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -213,10 +213,10 @@ def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_fi
     change = _files(f"hf:{tmp_path}/b::test").change_since(before)
     assert change is not None
     assert change[0] == CHANGED
-    assert "configuration default, split train is gone" in change[1]
+    assert "configuration default, split train, " in change[1]
     (tmp_path / "b" / "train.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
     change = _files(f"hf:{tmp_path}/b").change_since(before)
-    assert change == (CHANGED, "train.jsonl has other contents")
+    assert change == (CHANGED, "train.jsonl: new, gone, or with other contents")
 
 
 OLD, NEW = "0" * 40, "1" * 40  # commits

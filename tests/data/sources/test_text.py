@@ -11,7 +11,7 @@ from helpers.documents import all_of, opened
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Split, notes_of, open_documents
+from maxpipe.data.documents import Split
 from maxpipe.data.sources.text import LEAST_PIECES
 
 
@@ -71,8 +71,6 @@ def test_one_text_file_is_cut_at_ends_of_lines_into_both_splits(file: Path) -> N
     assert all(piece.endswith("\n") for piece in pieces)
     lines = sorted(line for piece in pieces for line in piece.splitlines())
     assert lines == sorted(file.read_text(encoding="utf-8").splitlines())
-    (note,) = notes_of(open_documents(DataConfig(source="text", path=str(file)), "train"))
-    assert note.startswith(f"{file} is one text file: read as ")
     content = bytearray(file.read_bytes())
     content[70_000] = 0xFF
     file.write_bytes(content)
