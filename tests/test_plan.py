@@ -325,7 +325,7 @@ MISTAKES = {
 
 def test_mistakes_are_errors_before_anything_is_searched(capsys, monkeypatch):
     monkeypatch.setattr("maxpipe.compile.plan_launch.launch", lambda *a: 0)
-    monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda package: True)
+    monkeypatch.setattr("maxpipe.plan.__main__.is_installed", lambda package: True)
     said = {}
     for words, message in MISTAKES.items():
         first, *others = shlex.split(words)

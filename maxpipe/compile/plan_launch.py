@@ -16,7 +16,6 @@ from maxpipe.config.outputs import write_file
 from maxpipe.config.terminal import folded, terminal_width
 from maxpipe.plan.search.best import Plan, make_plan, smallest_plans
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.flags import emptiness, given_text
 from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
 from maxpipe.plan.search.written import file_text
@@ -101,11 +100,8 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     Raises:
       ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
     """
-    outcome, space = plan.outcome, plan.request.space()
-    if not outcome.tried:
-        raise ConfigError(emptiness(space))
     _print(*summary_lines(plan))
-    if outcome.least is None:
+    if plan.outcome.least is None:
         raise ConfigError(_nothing_legal(plan))
     if flags.compile and plan.request.machine.is_compilable and plan.rows:
         plan = prove(plan, flags.compile, _print)
@@ -114,12 +110,15 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
 
 def _nothing_legal(plan: Plan) -> Problem:
     """Return why most candidates were left out where none is legal, and what to change."""
-    space, devices = plan.request.space(), plan.request.machine.devices
-    ((reason, _),) = plan.outcome.fallen.most_common(1)
-    if space.choices:
-        given, remedy = given_text(space, space.choices), "give other values, or leave some out"
-    else:
-        given, remedy = f"{devices} devices", f"give {TOPOLOGY} another number of them"
+    request, place = plan.request, f"{plan.request.machine.devices} devices"
+    values, remedy = [], f"give {TOPOLOGY} another number of them"
+    for key, chosen in request.choices.items():
+        flag = "--fix" if key in request.fixed else "--try"
+        values.append(f"{flag} {key}={','.join(map(str, chosen))}")
+        remedy = "give other values, or leave some out"
+    given = " on ".join([" ".join(values), place] if values else [place])
+    unmatched = [("no mesh, engine and schedule has these values", 0)]
+    ((reason, _),) = plan.outcome.fallen.most_common(1) or unmatched
     return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
 
 

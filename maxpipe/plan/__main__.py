@@ -12,17 +12,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.errors import ConfigError
-from maxpipe.plan.search.flags import (
-    compiler_problems,
-    flag_problems,
-    number_compiled,
-)
+from maxpipe.config.cli import exit_on_config_error, number_flag, parse_args
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import install_command, is_installed
+from maxpipe.config.options import OPTIONS
+from maxpipe.config.values import Scalar, convert
+from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.request import request_of
-from maxpipe.plan.search.space import UNDECIDED
+from maxpipe.plan.search.space import BATCH, UNDECIDED
 
 EXAMPLE = "python -m maxpipe.plan"
+FINALISTS = 3  # compiled by default
 
 
 @exit_on_config_error()
@@ -40,17 +40,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_flags=_add_flags,
         undecided=UNDECIDED,
     )
-    flags = arguments.flags
-    if problems := [*flag_problems(arguments)]:
-        raise ConfigError(*problems)
     request = request_of(arguments)
-    if problems := [*compiler_problems(flags, request.machine)]:
-        raise ConfigError(*problems)
-    flags.compile = number_compiled(flags)
+    arguments.flags.compile = number_compiled(arguments.flags.compile, request.machine)
     # JAX, which reads the model, is imported here, once all input is known to be good.
     from maxpipe.compile.plan_launch import launch
 
-    return launch(request, flags, words)
+    return launch(request, arguments.flags, words)
+
+
+def number_compiled(given: int | None, machine: Machine) -> int:
+    """Return how many rows are compiled for the devices of a plan.
+
+    Raises:
+      ConfigError: rows are to be compiled, and there is no compiler.
+    """
+    count = FINALISTS if given is None else given
+    if given and not machine.is_compilable:
+        missing = f"there is no compiler at hand for {machine.topology}; leave it out"
+        raise ConfigError(Problem("--compile", missing))
+    if count and machine.is_compilable and not is_installed("libtpu"):
+        remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
+        raise ConfigError(Problem("--compile", f"needs libtpu: {remedy}"))
+    return count
+
+
+def _share(text: str) -> float:
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"expected a share below 100%, such as 10%; got {text!r}")
+    return share
+
+
+def _count(text: str) -> int:
+    """Return a number such as 4Mi."""
+    try:
+        return int(str(convert(OPTIONS[BATCH], Scalar(text))))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +88,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens-per-step",
+        type=_count,
         metavar="N",
         help="tokens of a step, such as 4Mi; default: the configuration's batch",
     )
     parser.add_argument(
         "--max-global-batch",
+        type=_count,
         metavar="N",
         help="try larger batches, too, by doubling up to N sequences, at most 1024 times the "
         "batch; ranked by seconds a sequence",
@@ -90,17 +118,23 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory-margin",
+        type=_share,
         metavar="SHARE",
         help="share of a device's memory that closed forms leave free (10%%)",
     )
-    parser.add_argument(
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument(
         "--compile",
-        type=int,
+        type=number_flag(int, 0),
         metavar="N",
         help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
-    parser.add_argument(
-        "--no-compile", action="store_true", dest="closed", help="closed forms alone"
+    compiling.add_argument(
+        "--no-compile",
+        action="store_const",
+        const=0,
+        dest="compile",
+        help="closed forms alone",
     )
     parser.add_argument(
         "--compare",

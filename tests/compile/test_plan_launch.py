@@ -8,9 +8,8 @@ import pytest
 from maxpipe.compile import finalists as proving
 from maxpipe.config import Config
 from maxpipe.plan import __main__ as command
-from maxpipe.plan.search import flags as plan_flags
 from maxpipe.plan.search.candidate import Proof
-from maxpipe.plan.search.flags import compiler_problems, number_compiled
+from maxpipe.plan.__main__ import number_compiled
 from maxpipe.plan.search.machine import machine_of
 
 WORDS = [
@@ -38,7 +37,7 @@ def compilers(monkeypatch):
         calls.append(imports)
         return Proof(1e9, float(len(calls)), True, "", 1.0)
 
-    monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda name: True)
+    monkeypatch.setattr("maxpipe.plan.__main__.is_installed", lambda name: True)
     monkeypatch.setattr(proving, "compile_configuration", compile_whole)
     return calls
 

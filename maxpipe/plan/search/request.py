@@ -2,46 +2,42 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import COMMAND_LINE, read_overrides
+from maxpipe.config.files import read_overrides, repeated_words, split_values
 from maxpipe.config.load import derive_known, load
 from maxpipe.config.options import OPTIONS, get, update
+from maxpipe.config.outputs import output_problems
 from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
-from maxpipe.plan.search.flags import (
-    DEFAULT_MARGIN,
-    MARGIN,
-    TOKENS,
-    batches_of,
-    emptiness,
-    is_empty,
-    problems_of,
-    share_of,
-    values_of,
-)
+from maxpipe.config.values import check_bounds
 from maxpipe.plan.search.machine import CPU, Machine, machine_of
 from maxpipe.plan.search.space import (
     BATCH,
     DERIVED,
+    ENGINE,
     FOLLOWING,
     GATHERS,
     MESH_KEYS,
+    POLICY,
+    REPEATS,
     SCANS,
+    SCHEDULE,
     SEARCHED,
     UNDECIDED,
     Space,
 )
 
-TOPOLOGY = "--topology"
-_POLICY = "pipeline.remat_policy"
-_REMEDY = f"add --fix {_POLICY}=custom, or leave it out"
+TOPOLOGY, TOKENS, LARGEST = "--topology", "--tokens-per-step", "--max-global-batch"
+MARGIN = 0.1  # share of a device's memory that closed forms leave free by default
+MOST_TIMES = 1024  # largest multiple of a step's batch; each doubling up to it is searched
+_COUNTS = (*MESH_KEYS, "pipeline.num_microbatches", REPEATS, BATCH)
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Request:
 
     Attributes:
       path: path of the user's file.
-      written: the user's configuration, with the other keys that --fix sets.
+      written: the user's configuration, with what --fix sets of the keys that are not searched.
       config: what all candidates share.
       machine: the devices; with `smallest` those of the smallest slice.
       batches: global batches to try, in sequences.
@@ -67,7 +63,7 @@ class Request:
     machine: Machine
     batches: tuple[int, ...]
     choices: dict[str, list[object]]
-    margin: float
+    margin: float = MARGIN
     smallest: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -101,116 +97,105 @@ def request_of(arguments: Arguments) -> Request:
     """Return what a parsed command line asks for.
 
     Raises:
-      ConfigError: a flag is wrong; with all problems.
+      ConfigError: a flag is wrong.
     """
-    flags, loaded = arguments.flags, arguments.loaded
-    overridden = [key for key in SEARCHED if loaded.sources.get(key) == COMMAND_LINE]
-    fixed, fix_problems = values_of("--fix", flags.fix)
-    tried, try_problems = values_of("--try", flags.tried)
-    problems = [*fix_problems, *try_problems, *problems_of(fixed, tried)]
-    if BATCH in overridden and (flags.tokens_per_step or BATCH in {*fixed, *tried}):
-        problems.append(Problem(BATCH, f"is given twice: leave out {TOKENS}, --fix, --try of it"))
-    problems += [
-        Problem(key, f"is what the plan decides; --fix {key}={value} leaves it no choice")
-        for key, value in ((key, get(loaded.config, key)) for key in overridden)
-        if key != BATCH
-    ]
-    problems += [
-        Problem(key, "follows from what the plan decides, or from --topology; leave it out")
-        for key in FOLLOWING
-        if loaded.sources.get(key) == COMMAND_LINE and not _is_read(key, flags, loaded.config)
-    ]
-    if flags.smallest and flags.compare:
-        problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
+    flags, path, own = arguments.flags, arguments.path, arguments.loaded.config
+    files = {"--write": flags.write, "--json": flags.json, "--html": flags.html}
+    words = [*flags.overrides, *flags.fix]
+    problems = [*output_problems(files, arguments.files), *repeated_words([*words, *flags.tried])]
+    if problems:
+        raise ConfigError(*problems)
+    loaded = load(path, words, UNDECIDED)
+    overridden, fixed_keys = map(_keys, (flags.overrides, flags.fix))
+    fixed = {key: [get(loaded.config, key)] for key in fixed_keys}
+    tried: dict[str, list[object]] = {}
+    for word in flags.tried:
+        key, _, text = word.partition("=")
+        for part in [f"{key}={value}" for value in split_values(text)]:
+            config = load(path, [*words, part], UNDECIDED).config
+            for name in _keys([part]):
+                values = tried.setdefault(name, [])
+                values += [value for value in [get(config, name)] if value not in values]
     choices = {
         key: values
         for key, values in (tried | fixed).items()
-        if key in SEARCHED and (key, values) != (GATHERS, ["auto"])  # left to the search
+        if key in SEARCHED and not (key == GATHERS and "auto" in values)  # left to the search
     }
-    config = loaded.config
-    try:
-        config = _fixed_config(arguments, {*fixed} - {*SEARCHED, *FOLLOWING})
-        machine, smallest = _machine(flags, config, loaded.sources)
-    except ConfigError as error:
-        problems += error.problems
-    # What a file says of tensors is dropped, as candidates have other policies.
+    written = update(loaded.config, {key: get(own, key) for key in SEARCHED})
+    machine, smallest = _machine(flags, written, loaded.sources)
     unread = _unread_tensors(choices)
-    problems += [
-        Problem(key, f"{get(config, key)}: no policy that is tried reads it; {_REMEDY}")
-        for key, default in unread.items()
-        if (key in fixed or loaded.sources.get(key) == COMMAND_LINE) and get(config, key) != default
+    problems = [
+        *_contradictions(overridden, fixed, tried, flags, own),
+        *(Problem(key, why) for key, values in choices.items() if (why := _unpriced(key, values))),
+        *(
+            Problem(key, f"no policy that is tried reads it; add --fix {POLICY}=custom")
+            for key in unread.keys() & {*overridden, *fixed}
+            if get(written, key) != unread[key]
+        ),
     ]
-    if config.model.lora.rank:
+    if written.model.lora.rank:
         message = "a plan counts all parameters as trained, and no adapters; plan with 0"
         problems.append(Problem("model.lora.rank", message))
-    try:
-        margin = share_of(DEFAULT_MARGIN if flags.memory_margin is None else flags.memory_margin)
-        batches = batches_of(config, flags, choices)
-    except ValueError as error:
-        problems.append(Problem("", str(error)))
+    # What a file says of tensors is dropped, as candidates have other policies.
+    shared = shared_config(update(written, unread), machine)
+    problems += [
+        dataclasses.replace(problem, source=loaded.sources.get(problem.key, ""))
+        for problem in apply_rules(MODEL_RULES, shared, ())[1]
+    ]
     if problems:
         raise ConfigError(*problems)
-    shared = shared_config(update(config, unread), machine)
-    if problems := apply_rules(MODEL_RULES, shared, ())[1]:
-        raise ConfigError(
-            *(dataclasses.replace(p, source=loaded.sources.get(p.key, "")) for p in problems)
-        )
-    if machine.capacity is None and flags.memory_margin is not None:
-        message = (
-            "is a share of a device's memory, which simulated devices do not have; leave it out"
-        )
-        raise ConfigError(Problem(MARGIN, message))
-    request = Request(
-        path=arguments.path,
-        written=config,
+    return Request(
+        path=path,
+        written=written,
         config=shared,
         machine=machine,
-        batches=batches,
+        batches=_batches(shared, flags, choices),
         choices=choices,
-        margin=margin,
+        margin=MARGIN if flags.memory_margin is None else flags.memory_margin,
         smallest=smallest,
         imports=tuple(flags.imports),
         fixed=tuple(key for key in fixed if key in choices),
     )
-    if not smallest and is_empty(request.space()):
-        raise ConfigError(emptiness(request.space()))
-    return request
 
 
-def _is_read(key: str, flags: argparse.Namespace, config: Config) -> bool:
-    """Return whether the devices are those that a key of the configuration names."""
-    if key == "compile.topology":
-        return flags.topology is None
-    topology = flags.topology or config.compile.topology
-    return key == "mesh.simulated_devices" and topology.lower() == CPU
+def _keys(words: Sequence[str]) -> list[str]:
+    return [setting.key for setting in read_overrides(words)[0]]
 
 
-def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
-    """Return the configuration with what --fix sets of the keys that are not searched.
+def _contradictions(
+    overridden: Sequence[str],
+    fixed: Mapping[str, object],
+    tried: Mapping[str, object],
+    flags: argparse.Namespace,
+    config: Config,
+) -> list[Problem]:
+    """Return which keys are not given by the right flag, or besides others that exclude them."""
+    follows = "follows from what the plan decides, or from --topology; leave it out"
+    is_cpu = (flags.topology or config.compile.topology).lower() == CPU
+    read = {"compile.topology": not flags.topology, "mesh.simulated_devices": is_cpu}
+    decides = "is what the plan decides; --fix leaves it no choice"
+    searched = f"the plan searches {', '.join(SEARCHED)}; --fix sets other keys"
+    given = [*fixed, *(key for key in overridden if not read.get(key))]
+    problems = [Problem(key, follows) for key in given if key in FOLLOWING]
+    problems += [Problem(key, decides) for key in overridden if key in SEARCHED and key != BATCH]
+    problems += [Problem(key, searched) for key in tried if key not in SEARCHED]
+    if BATCH in {*overridden, *fixed, *tried} and flags.tokens_per_step is not None:
+        problems.append(Problem(BATCH, f"is given twice: leave out {TOKENS}, or the batch"))
+    if BATCH in {*fixed, *tried} and flags.max_global_batch is not None:
+        problems.append(Problem(LARGEST, f"{BATCH} is given already: leave one of them out"))
+    if flags.smallest and flags.compare:
+        problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
+    return problems
 
-    Raises:
-      ConfigError: it breaks a rule; with all problems. Or a word sets searched keys as well.
-    """
-    words = []
-    for word in arguments.flags.fix:
-        named = {setting.key for setting in read_overrides([word])[0]}
-        if named & keys and named & {*SEARCHED}:
-            message = "sets keys that the plan searches and others; give --fix for each of them"
-            raise ConfigError(Problem("", f"--fix {word}: {message}"))
-        if named and named <= keys:  # else it is wrong, which `values_of` says
-            words.append(word)
-    if not words:
-        return arguments.loaded.config
-    try:
-        return load(arguments.path, [*arguments.flags.overrides, *words], UNDECIDED).config
-    except ConfigError as error:
-        given = ", ".join(f"--fix {word}" for word in words)
-        raise ConfigError(
-            *(
-                dataclasses.replace(p, source=f"{p.source or COMMAND_LINE}, with {given}")
-                for p in error.problems
-            )
-        ) from None
+
+def _unpriced(key: str, values: Sequence[object]) -> str:
+    """Return why values of a searched key have no price, though they are legal; "" if they have."""
+    if key in _COUNTS and min(map(int, map(str, values))) < 1:
+        return "the plan derives nothing: give numbers of at least 1"
+    names = [*{ENGINE: ENGINES, SCHEDULE: SCHEDULES}.get(key, values)]
+    if unknown := [value for value in values if value not in names]:
+        return f"{unknown[0]} has no closed form; the plan tries {', '.join(map(str, names))}"
+    return ""
 
 
 def _unread_tensors(choices: Mapping[str, Sequence[object]]) -> dict[str, object]:
@@ -218,7 +203,7 @@ def _unread_tensors(choices: Mapping[str, Sequence[object]]) -> dict[str, object
 
     There are none if a policy that is tried reads them.
     """
-    if any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(_POLICY, ())):
+    if any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(POLICY, ())):
         return {}
     prefix = "pipeline.remat_tensors."
     return {key: option.default for key, option in OPTIONS.items() if key.startswith(prefix)}
@@ -233,25 +218,48 @@ def _machine(
       ConfigError: there are no such devices.
     """
     topology, slices = flags.topology or config.compile.topology, config.compile.num_slices
+    own = "" if flags.topology else "compile.topology"
     if not topology:
         raise ConfigError(Problem(TOPOLOGY, "name the devices: v5p:4x4x8, cpu:8 or H100:8"))
     try:
         smallest = tuple(slices_of(topology)) if flags.smallest else ()
-        machine = machine_of(smallest[0] if smallest else topology, slices, config)
+        return machine_of(smallest[0] if smallest else topology, slices, config), smallest
     except ValueError as error:
         hint = f"; --smallest is for TPUs, of a kind: {TOPOLOGY} v5p" if flags.smallest else ""
-        if flags.topology:
-            raise ConfigError(Problem(TOPOLOGY, f"{error}{hint}")) from None
-        own = "compile.topology"
-        raise ConfigError(Problem(own, f"{error}{hint}", sources[own])) from None
-    return machine, smallest
+        raise ConfigError(
+            Problem(own or TOPOLOGY, f"{error}{hint}", sources.get(own, ""))
+        ) from None
+
+
+def _batches(
+    config: Config, flags: argparse.Namespace, choices: Mapping[str, Sequence[object]]
+) -> tuple[int, ...]:
+    """Return the global batches to try, in sequences."""
+    if BATCH in choices:
+        return tuple(int(str(batch)) for batch in choices[BATCH])
+    length, first = config.data.sequence_length, config.data.global_batch_size
+    if flags.tokens_per_step is not None:
+        first, left = divmod(flags.tokens_per_step, length)
+        if left or first < 1:
+            near = max(round(flags.tokens_per_step / length), 1) * length
+            message = f"give a multiple of data.sequence_length={length}; nearest: {near}"
+            raise ConfigError(Problem(TOKENS, message))
+    most = first if flags.max_global_batch is None else flags.max_global_batch
+    if flags.max_global_batch is not None and not 2 * first <= most <= MOST_TIMES * first:
+        message = f"a step has {first} sequences: give {2 * first} to {MOST_TIMES * first}"
+        raise ConfigError(Problem(LARGEST, message))
+    try:
+        check_bounds(OPTIONS[BATCH], most)
+    except ValueError as error:
+        raise ConfigError(Problem(TOKENS, f"{BATCH} {error}")) from None
+    return tuple(first * 2**n for n in range((most // first).bit_length()))
 
 
 def shared_config(config: Config, machine: Machine) -> Config:
     """Return what all candidates share, with neutral values of what the plan decides."""
     neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
     neutral |= {key: OPTIONS[key].default for key in (*DERIVED, GATHERS)}
-    neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto", SCANS: True}
+    neutral |= {"pipeline.outside_layers": "after", ENGINE: "auto", SCANS: True}
     config = update(config, neutral)
     return placed(dataclasses.replace(config, model=derive_known(config).model), machine)
 

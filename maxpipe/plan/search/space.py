@@ -23,6 +23,8 @@ Axes: TypeAlias = tuple[int, ...]  # sizes in the order of MESH_AXES
 _ACROSS_SLICES = ("data", "stage", "fsdp")
 _BATCH_AXES = {key.rpartition(".")[2] for key in SHARD_AXES}
 MESH_KEYS = tuple(f"mesh.{level}.{axis}" for level in ("ici", "dcn") for axis in MESH_AXES)
+ENGINE = "pipeline.engine"
+POLICY = "pipeline.remat_policy"
 SCHEDULE = "pipeline.schedule"
 REPEATS = "pipeline.num_repeats"
 BATCH = "data.global_batch_size"
@@ -31,11 +33,11 @@ SCANS = "pipeline.scan_layers"
 MOST_UNROLLED = 64  # layers, since each is compiled by itself
 SEARCHED = (
     *MESH_KEYS,
-    "pipeline.engine",
+    ENGINE,
     SCHEDULE,
     "pipeline.num_microbatches",
     REPEATS,
-    "pipeline.remat_policy",
+    POLICY,
     GATHERS,
     SCANS,
     "model.logit_tiles",
@@ -61,10 +63,10 @@ FOLLOWING = (
 UNDECIDED = (
     *MESH_KEYS,
     "mesh.simulated_devices",
-    "pipeline.engine",
+    ENGINE,
     "pipeline.num_microbatches",
     REPEATS,
-    "pipeline.remat_policy",
+    POLICY,
     GATHERS,
     SCANS,
     *DERIVED,
@@ -173,7 +175,7 @@ class Space:
             pairs = [(name, own) for name, engine in ENGINES.items() if not engine.has_stages]
         else:
             pairs = [(e, name) for name, facts in SCHEDULES.items() for e in facts.engines]
-        engines = self.choices.get("pipeline.engine")
+        engines = self.choices.get(ENGINE)
         schedules = self.choices.get(SCHEDULE)
         return [
             (engine, schedule)
@@ -189,7 +191,7 @@ class Space:
             return [get(self.config, key)]
         if key in self.choices:
             return [*self.choices[key]]
-        if key == "pipeline.remat_policy":
+        if key == POLICY:
             # The speed of a host's memory is not known, so that offloading has no price.
             policies = REMAT_POLICIES.items()
             return [name for name, p in policies if not (p.by_tensor or p.host)]
@@ -226,17 +228,12 @@ class Space:
 
     def unkept(self, engine: str, schedule: str) -> str:
         """Return which --fix value candidates do not have, and why; empty if they have all."""
+        facts = ENGINES[engine]
         for key in self.fixed:
             (value,) = self.choices[key]
-            if reason := self._unkept(key, value, engine, schedule):
-                return f"--fix {key}: {reason}"
-        return ""
-
-    def _unkept(self, key: str, value: object, engine: str, schedule: str) -> str:
-        if key in (SCHEDULE, REPEATS) and not ENGINES[engine].has_stages:
-            return "" if (key, value) == (REPEATS, 1) else "no stages"
-        if key == REPEATS and SCHEDULES[schedule].repeats not in (None, value):
-            return f"{schedule} has {SCHEDULES[schedule].repeats}"
-        if not ENGINES[engine].takes(key) and value != get(self.config, key):
-            return f"not for the {engine} engine"
+            has = value if facts.takes(key) else get(self.config, key)
+            if key == REPEATS:
+                has = (SCHEDULES[schedule].repeats or value) if facts.has_stages else 1
+            if has != value or (key == SCHEDULE and not facts.has_stages):
+                return f"--fix {key}: not for {schedule if facts.has_stages else engine}"
         return ""
