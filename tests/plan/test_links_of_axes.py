@@ -11,7 +11,7 @@ from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.plan.links import axis_links, links_along
-from maxpipe.plan.search.link_costs import link_costs
+from maxpipe.plan.links import link_costs
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
 from maxpipe.sharding.torus import line_length

@@ -1,5 +1,6 @@
 """Search, check the best by the configuration's own rules, and say why the others lost."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,12 +34,7 @@ OWN = "your configuration"
 class SliceCost(NamedTuple):
     """What training costs on a number of slices, by closed forms.
 
-    Attributes:
-      topology: topology of each slice.
-      slices, chips: number of slices, and of chips in all of them.
-      batch: sequences of a step.
-      seconds: seconds of a step.
-      chip_seconds: chip-seconds to train on a billion tokens.
+    `batch` is the sequences of a step, and `chip_seconds` are for a billion tokens.
     """
 
     topology: str
@@ -50,20 +46,11 @@ class SliceCost(NamedTuple):
 
 
 class Remedies(NamedTuple):
-    """The result of the search for remedies where nothing fits.
-
-    Attributes:
-      lines: what would fit.
-      vain: kinds of remedies that were tried in full without a fit.
-      unfinished: kinds whose time ran out before that, with what was tried last.
-    """
+    """What would fit where nothing does, and kinds of remedies that do not, or were not all tried."""
 
     lines: Sequence[str] = ()
     vain: Sequence[str] = ()
     unfinished: Sequence[str] = ()
-
-
-_UNSEARCHED = Remedies()
 
 
 @dataclass(frozen=True)
@@ -71,15 +58,11 @@ class Plan:
     """The result of planning.
 
     Attributes:
-      request: the request that was searched.
-      facts: sizes and costs of the model.
-      outcome: outcome of the search.
       rows: the best of each mesh, schedule, and value of scan_layers, the chosen one first; empty
         if nothing fits.
       misfits: faster rows that do not fit, those that need the least memory; and rows that were
         compiled and do not fit.
       own: the user's own configuration, or why it cannot be priced.
-      remedies: what would fit if nothing does.
       uncompiled: number of rows that were left when others had been compiled.
       slices: with --smallest, the costs on slices where something fits, the smallest first.
     """
@@ -90,7 +73,7 @@ class Plan:
     rows: Sequence[Row] = ()
     misfits: Sequence[Row] = ()
     own: Row | str = ""
-    remedies: Remedies = _UNSEARCHED
+    remedies: Remedies = Remedies()
     uncompiled: int = 0
     slices: Sequence[SliceCost] = ()
 
@@ -121,10 +104,7 @@ class Plan:
 
 
 def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
-    """Search, and check the best.
-
-    Args:
-      compare: whether the user's own configuration is priced, too.
+    """Search, and check the best; price the user's own configuration, too, if `compare`.
 
     Raises:
       ConfigError: there are candidates that fit, but none passes the configuration's own checks.
@@ -171,12 +151,7 @@ def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> 
 def _checked(
     request: Request, candidates: Sequence[Candidate], most: int
 ) -> tuple[list[Row], Counter[Problem]]:
-    """Return the first of each sort that passes the configuration's checks; and others' problems.
-
-    Args:
-      candidates: candidates to check, the best first.
-      most: number of rows to return at most.
-    """
+    """Return the first of each sort that passes the configuration's checks; and others' problems."""
     rows: dict[tuple[object, ...], Row] = {}
     problems: Counter[Problem] = Counter()
     for candidate in candidates:
@@ -216,14 +191,12 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     if not has_closed_form(config):
         return f"{OWN}: a schedule from a file has no closed form"
     block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
-    outcome, facts = Outcome(), Facts(config)
-    legality = Legality(config)
-    hosts = request.machine.hosts
-    if reason := unpriced(block.engine, hosts) or legality.of_mesh(block.grid):
+    fallen, facts, legality = Outcome().fallen, Facts(config), Legality(config)
+    if reason := unpriced(block.engine, request.machine.hosts) or legality.of_mesh(block.grid):
         return f"{OWN}: {reason}"
-    priced = price(block, legality, facts, request.machine, outcome.fallen)
+    priced = price(block, legality, facts, request.machine, fallen)
     if priced is None:
-        return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"
+        return f"{OWN}: {', '.join(fallen)}"
     (candidate,) = priced.candidates([0], facts)
     return replace(candidate, layout={key: get(config, key) for key in DERIVED})
 
@@ -237,30 +210,18 @@ def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
 
     Where nothing fits on any slice, the only plan is that of the largest.
 
-    Args:
-      request: the request, with the slices to try.
-
     Raises:
       ConfigError: what fits does not pass the configuration's own checks, on any slice.
     """
     plans: list[Plan] = []
-    problem: ConfigError | None = None
     for topology in doubling([t for t in request.smallest if holds_state(request.on(t), facts)]):
         note(f"trying      {topology}")
-        try:
-            plan = make_plan(request.on(topology), facts)
-        except ConfigError as error:
-            problem = error
-            continue
-        if plan.winner is not None:
-            plans.append(plan)
+        with contextlib.suppress(ConfigError):
+            plans.append(make_plan(request.on(topology), facts))
+        plans = [plan for plan in plans if plan.winner is not None]
         if len(plans) > LARGER:
             break
-    if plans:
-        return plans
-    if problem is not None:
-        raise problem
-    return [make_plan(request.on(request.smallest[-1]), facts)]
+    return plans or [make_plan(request.on(request.smallest[-1]), facts)]
 
 
 def holds_state(request: Request, facts: Facts) -> bool:
@@ -270,11 +231,7 @@ def holds_state(request: Request, facts: Facts) -> bool:
 
 
 def doubling(topologies: Sequence[str]) -> Iterator[str]:
-    """Yield the first few slices, then those with at least twice the chips of the one before.
-
-    Args:
-      topologies: slices of one kind, the smallest first.
-    """
+    """Yield the first few of ever larger slices, then those with twice the chips of the last."""
     last = 0
     for number, topology in enumerate(topologies):
         chips = num_chips(topology)

@@ -24,7 +24,7 @@ from maxpipe.plan.prefetch import KEY as PREFETCH
 from maxpipe.plan.prefetch import changes_step
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import layout_of
-from maxpipe.plan.search.patterns import InFlight, Pattern, pattern, pattern_of_table
+from maxpipe.plan.search.patterns import Pattern, pattern, pattern_of_table
 from maxpipe.plan.search.space import GATHERS, Grid, Space
 
 _COLUMNS = ("microbatches", "repeats", "chunk", "outside", "policy", "gather", "tiles")
@@ -270,11 +270,10 @@ class BlockSizes:
         patterns, places = self._patterns
         return np.array([getattr(p, name) for p in patterns], float)[places]
 
-    def in_flight(self, place: int) -> InFlight:
-        """Return what stages of a place have in flight at fullest moments, each float [6, N]."""
+    def in_flight(self, place: int) -> np.ndarray:
+        """Return what `Pattern.in_flight` says of the stages of a place, float [5, 6, N]."""
         patterns, places = self._patterns
-        values = np.array([p.in_flight for p in patterns])[:, :, place]
-        return InFlight(*np.moveaxis(values, 0, -1)[..., places])
+        return np.stack([np.asarray(p.in_flight)[:, place] for p in patterns], -1)[..., places]
 
     @property
     def is_unrolled(self) -> bool:

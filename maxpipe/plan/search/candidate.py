@@ -14,18 +14,25 @@ from maxpipe.plan.search.request import Request
 from maxpipe.plan.search.space import Grid
 
 
+_KEYS = {
+    "engine": "pipeline.engine",
+    "schedule": "pipeline.schedule",
+    "microbatches": "pipeline.num_microbatches",
+    "repeats": "pipeline.num_repeats",
+    "policy": "pipeline.remat_policy",
+    "gather": "pipeline.fsdp_gather",
+    "scans": "pipeline.scan_layers",
+    "tiles": "model.logit_tiles",
+    "batch": "data.global_batch_size",
+}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to train the model.
 
-    Attributes:
-      grid, engine, schedule, batch: mesh, engine, schedule, and sequences of a step.
-      microbatches, repeats: M and V.
-      policy, gather, tiles: values of remat_policy, fsdp_gather and logit_tiles.
-      scans: value of scan_layers.
-      layout: keys and values that say how layers lie on stages.
-      memory: bytes on a device by the closed forms.
-      seconds: times of the step by the closed forms.
+    `layout` has the keys and values that say how layers lie on stages; memory, in bytes on a
+    device, and seconds are by the closed forms.
     """
 
     grid: Grid
@@ -66,28 +73,19 @@ class Candidate:
         return ENGINES[self.engine].has_stages
 
     def updates(self) -> dict[str, object]:
-        return {
-            **self.grid.updates(),
-            **self.layout,
-            "pipeline.engine": self.engine,
-            "pipeline.schedule": self.schedule,
-            "pipeline.num_microbatches": self.microbatches,
-            "pipeline.num_repeats": self.repeats,
-            "pipeline.remat_policy": self.policy,
-            "pipeline.fsdp_gather": self.gather,
-            "pipeline.scan_layers": self.scans,
-            "model.logit_tiles": self.tiles,
-            "data.global_batch_size": self.batch,
-        }
+        own = {key: getattr(self, name) for name, key in _KEYS.items()}
+        return {**self.grid.updates(), **self.layout, **own}
 
     def config(self, shared: Config) -> Config:
         return update(shared, self.updates())
 
     def mesh_text(self) -> str:
         """Return its mesh: "stage=2 fsdp=4", with "dcn.data=2" across slices."""
-        words = [f"{axis}={n}" for axis, n in zip(MESH_AXES, self.grid.ici, strict=True) if n > 1]
-        words += [
-            f"dcn.{axis}={n}" for axis, n in zip(MESH_AXES, self.grid.dcn, strict=True) if n > 1
+        words = [
+            f"{level}{axis}={n}"
+            for level, sizes in (("", self.grid.ici), ("dcn.", self.grid.dcn))
+            for axis, n in zip(MESH_AXES, sizes, strict=True)
+            if n > 1
         ]
         return " ".join(words) or "one device"
 
@@ -126,11 +124,9 @@ class Proof(NamedTuple):
 
     Attributes:
       memory: bytes of a device; None if it gave up without a figure.
-      seconds: predicted step of the compiled program; None if unknown.
-      fits: whether it fits the device.
+      seconds, parts: predicted step of the compiled program, and its parts; None if unknown.
       failure: why there is no result; "" if there is one.
       compiled_in: seconds of compiling.
-      parts: parts of the predicted step; None if unknown.
     """
 
     memory: float | None
@@ -145,12 +141,8 @@ class Proof(NamedTuple):
 class Row:
     """A candidate in the table.
 
-    Attributes:
-      candidate: the candidate, with its closed forms.
-      config: the candidate's configuration, checked.
-      reason: why it is not chosen; "" for the winner.
-      name: "your configuration", or "".
-      proof: the compiler's verdict; None if it was not compiled.
+    `config` is checked; `reason` says why the row is not chosen, and is empty for the winner.
+    `name` is "your configuration", or empty.
     """
 
     candidate: Candidate
@@ -216,10 +208,8 @@ def fits(row: Row, request: Request) -> bool:
 
 
 def loss_of(row: Row, best: Row) -> str:
-    if row.proof is not None and row.proof.failure:
-        return row.proof.failure
     if row.proof is not None and not row.proof.fits:
-        return "does not fit, says the compiler"
+        return row.proof.failure or "does not fit, says the compiler"
     slower = relative_time(row, best) - 1
     per = "" if row.candidate.batch == best.candidate.batch else " per sequence"
     are_compiled = all(r.proof and r.proof.parts for r in (row, best))

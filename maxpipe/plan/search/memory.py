@@ -298,18 +298,16 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
     """Return the bytes of chunks in flight on a stage, and of what has arrived there.
 
     Args:
-      place: place of the stage, one of the three in `InFlight`.
+      place: place of the stage, one of the three in `patterns`.
       first: 1 where it has the first chunk, which runs the first dense layers, too.
     """
     embed, layers = sizes.config.model.embed_dim, sizes.layers
     unit = embed + layers * sizes.saving.residuals
     handed_over = embed + layers * sizes.saving.handed_over
-    at = sizes.in_flight(place)
-    dense = (
-        at.saved_first * sizes.saving.first_kept
-        + at.handed_over_first * sizes.saving.first_handed_over
-    )
-    columns = at.saved * unit + at.handed_over * handed_over + first * dense + at.arrived * embed
+    saved, late, *of_first, arrived = sizes.in_flight(place)
+    dense = (sizes.saving.first_kept, sizes.saving.first_handed_over)
+    columns = saved * unit + late * handed_over + arrived * embed
+    columns += first * sum(n * kept for n, kept in zip(of_first, dense, strict=True))
     return sizes.tokens * sizes.itemsize * columns.max(axis=0)
 
 

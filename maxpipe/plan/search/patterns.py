@@ -15,41 +15,16 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import KINDS, Table
+from maxpipe.plan.number import Number
 from maxpipe.plan.simulate import Costs, simulate
 
 # The stage of the first chunk, the stage of the last chunk, and all others.
 FIRST_STAGE, LAST_STAGE, OTHER_STAGES = range(3)
-_MOMENTS = 6
+# What is counted at the fullest moments of a stage: chunks between F and the end of B or I, and
+# between I and W, and the stage's first chunk among these and among those. A column makes a moment
+# the fullest: by either, by both, and the same for the first chunk alone.
+_FULLEST = np.array([[1, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
 _MANY = 1e6  # more than there are chunks, so that a count divided by it only breaks ties
-
-
-class InFlight(NamedTuple):
-    """Chunks in flight of a free-running schedule, float [3, 6]: by stage, at its fullest moments.
-
-    The stages are `FIRST_STAGE`, `LAST_STAGE` and `OTHER_STAGES`. The moments are those with the
-    most chunks between F and the end of B or I, with the most between I and W, with the most of
-    both, and the same three counted for the stage's first chunk alone.
-
-    Attributes:
-      saved: chunks between F and the end of B or I.
-      handed_over: chunks between I and W.
-      saved_first, handed_over_first: the part of these that is the stage's first chunk.
-      arrived: inputs and gradients that may wait.
-    """
-
-    saved: np.ndarray
-    handed_over: np.ndarray
-    saved_first: np.ndarray
-    handed_over_first: np.ndarray
-    arrived: np.ndarray
-
-    def extrapolated(self, far: "InFlight", times: float) -> "InFlight":
-        """Return what is in flight at `times` the distance from here to `far`."""
-        pairs = zip(self, far, strict=True)
-        return InFlight(*(near + times * (there - near) for near, there in pairs))
-
-
-_NOTHING = InFlight(*np.zeros((len(InFlight._fields), 3, _MOMENTS)))
 
 
 class Pattern(NamedTuple):
@@ -63,20 +38,21 @@ class Pattern(NamedTuple):
       transfers: ticks in which one transfer is not hidden by the other kind of unit.
       residuals, arrivals, stash: slots of a lockstep engine's stores.
       turns_back: 1 if a free-running schedule has the first and the last chunk on one stage.
-      in_flight: chunks in flight of a free-running schedule.
+      in_flight: of a free-running schedule, float [5, 3, 6]: the four counts of `_FULLEST`, and
+        inputs and gradients that may wait; by stage (see above), at its fullest moments.
     """
 
-    idle_forward: float = 0.0
-    idle_backward: float = 0.0
-    idle_weight: float = 0.0
-    idle: float = 0.0
-    idle_recomputed: float = 0.0
-    transfers: float = 0.0
-    residuals: float = 0.0
-    arrivals: float = 0.0
-    stash: float = 0.0
-    turns_back: float = 0.0
-    in_flight: InFlight = _NOTHING
+    idle_forward: Number = 0.0
+    idle_backward: Number = 0.0
+    idle_weight: Number = 0.0
+    idle: Number = 0.0
+    idle_recomputed: Number = 0.0
+    transfers: Number = 0.0
+    residuals: Number = 0.0
+    arrivals: Number = 0.0
+    stash: Number = 0.0
+    turns_back: Number = 0.0
+    in_flight: Number = 0.0
 
 
 def pattern(
@@ -89,13 +65,7 @@ def pattern(
     delay: int = 1,
     slack: int = 0,
 ) -> Pattern:
-    """Return the pattern of a schedule on an engine.
-
-    Args:
-      schedule: name of a schedule in the catalogue.
-      engine: name of the engine that runs it.
-      stages, microbatches, repeats: S, M, V.
-      delay, slack: see `load_schedule`.
+    """Return the pattern of a schedule on an engine; `delay` and `slack` as in `load_schedule`.
 
     Raises:
       ScheduleError: the schedule does not have these sizes.
@@ -120,9 +90,7 @@ def pattern(
     if ENGINES[engine].lockstep:  # none of its numbers depends on how many periods there are
         return near
     far = _of_table(schedule, engine, stages, full + period, repeats, *options)
-    numbers = np.array(near[:-1]) + more * (np.array(far[:-1]) - np.array(near[:-1]))
-    in_flight = near.in_flight.extrapolated(far.in_flight, more)
-    return Pattern._make([*numbers.tolist(), in_flight])
+    return Pattern(*(n + more * (f - n) for n, f in zip(near, far, strict=True)))
 
 
 @cache
@@ -175,28 +143,22 @@ def _free_running(table: Table) -> Pattern:
     )
 
 
-def _in_flight(table: Table) -> InFlight:
+def _in_flight(table: Table) -> np.ndarray:
     repeats, slots = table.num_repeats, activation_slots(table)
     arrivals = np.asarray(slots.activations.peak) + np.asarray(slots.gradients.peak)
     combinations = units_in_flight(table)
     first, last = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
     others = [stage for stage in range(table.num_stages) if stage not in (first, last)]
-    result = InFlight(*np.zeros_like(_NOTHING))
+    found = np.zeros((5, 3, _FULLEST.shape[1]))
     for place, stages in ((FIRST_STAGE, [first]), (LAST_STAGE, [last]), (OTHER_STAGES, others)):
-        if not stages:
-            continue
-        counts = np.concatenate([combinations[stage] for stage in stages])
-        saved, handed_over = counts[:, :repeats].sum(1), counts[:, repeats:].sum(1)
-        saved_first, handed_over_first = counts[:, 0], counts[:, repeats]
-        both, of_first = saved + handed_over, saved_first + handed_over_first
-        ranks = (saved, handed_over, both, saved_first, handed_over_first, of_first)
-        fullest = [int(np.argmax(rank + both / _MANY)) for rank in ranks]
-        result.saved[place] = saved[fullest]
-        result.handed_over[place] = handed_over[fullest]
-        result.saved_first[place] = saved_first[fullest]
-        result.handed_over_first[place] = handed_over_first[fullest]
-        result.arrived[place] = max(arrivals[stage] for stage in stages)
-    return result
+        if stages:
+            units = np.concatenate([combinations[stage] for stage in stages])
+            totals = units[:, :repeats].sum(1), units[:, repeats:].sum(1)
+            counts = np.stack([*totals, units[:, 0], units[:, repeats]], axis=1)
+            ranks = counts @ _FULLEST + sum(totals)[:, None] / _MANY
+            found[:4, place] = counts[ranks.argmax(axis=0)].T
+            found[4, place] = max(arrivals[stage] for stage in stages)
+    return found
 
 
 def units_in_flight(table: Table) -> list[np.ndarray]:

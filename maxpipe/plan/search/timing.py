@@ -17,7 +17,7 @@ from maxpipe.plan.number import FLOAT32, Number, Seconds
 from maxpipe.plan.remat_cheap import computes_cheap_again
 from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.link_costs import LinkCosts, joint, link_costs
+from maxpipe.plan.links import LinkCosts, joint, link_costs
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.traffic import layer_traffic, once_seconds
 from maxpipe.sharding.collectives import EXPERT_AXIS

@@ -133,9 +133,8 @@ def test_pattern_of_many_microbatches_is_that_of_the_whole_table(
         if engine == "mpmd":
             run = simulate(table, Costs())
             assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
-            in_flight = extrapolated.in_flight
-            first_stage = in_flight.saved[FIRST_STAGE] + in_flight.handed_over[FIRST_STAGE]
-            assert first_stage.max() == run.peak_in_flight[0]
+            saved, handed_over, *_ = extrapolated.in_flight[:, FIRST_STAGE]
+            assert (saved + handed_over).max() == run.peak_in_flight[0]
         else:
             makespan = simulate(table, forwards).makespan
             assert extrapolated.idle_forward == makespan - many * repeats

@@ -5,7 +5,7 @@ import pytest
 from maxpipe.config import Config
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.devices.chips import LINK_EFFICIENCY
-from maxpipe.plan.search.link_costs import link_costs
+from maxpipe.plan.links import link_costs
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
 
