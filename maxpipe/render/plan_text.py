@@ -276,7 +276,7 @@ def _winner_lines(plan: Plan) -> Iterator[str]:
             f"{'more' if excess >= 0 else 'less'} than by closed forms; {rows} not compiled may be "
             f"faster: --compile {compiled + min(faster, _MORE)} compares them"
         )
-    if machine.is_simulated and (needed := machine.devices * chosen.memory) > (free := _free()):
+    if not machine.is_timed and (needed := machine.devices * chosen.memory) > (free := _free()):
         yield (
             f"warning: the devices share this machine's memory: {machine.devices} x "
             f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free. "

@@ -1,15 +1,14 @@
 """A plan's command line, with compilers that answer from a list."""
 
-import argparse
 import json
 
 import pytest
 
 from maxpipe.compile import finalists as proving
-from maxpipe.config import Config
+from maxpipe.config import Config, ConfigError
 from maxpipe.plan import __main__ as command
-from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.__main__ import number_compiled
+from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.machine import machine_of
 
 WORDS = [
@@ -75,22 +74,16 @@ def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
 
 
 def test_what_nothing_compiles_for_is_refused_where_it_is_asked_for(monkeypatch):
-    def problems_of(topology, **given):
-        flags = argparse.Namespace(**{"compile": None, "closed": False} | given)
-        return [str(p) for p in compiler_problems(flags, machine_of(topology, 1, Config()))]
+    def number(topology, given=None):
+        return number_compiled(given, machine_of(topology, 1, Config()))
 
-    monkeypatch.setattr(plan_flags, "is_installed", lambda name: True)
+    monkeypatch.setattr(command, "is_installed", lambda name: True)
+    assert (number("v5p:2x2x1"), number("v5p:2x2x1", 0), number("v5p:2x2x1", 5)) == (3, 0, 5)
     for topology in ("cpu:4", "H100:4"):
-        assert problems_of(topology) == problems_of(topology, compile=0) == []
-        (problem,) = problems_of(topology, compile=2)
-        assert problem == f"--compile: there is no compiler at hand for {topology}; leave it out"
-    monkeypatch.setattr(plan_flags, "is_installed", lambda name: False)
-    (problem,) = problems_of("v5p:2x2x1")
-    assert problem.startswith("--compile: needs libtpu: pip install ")
-    assert problems_of("v5p:2x2x1", closed=True) == problems_of("cpu:4") == []
-
-
-def test_three_are_compiled_by_default():
-    numbers = {(None, False): 3, (None, True): 0, (5, False): 5}
-    for (given, closed), number in numbers.items():
-        assert number_compiled(argparse.Namespace(compile=given, closed=closed)) == number
+        number(topology)
+        with pytest.raises(ConfigError, match=f"no compiler at hand for {topology}; leave it out"):
+            number(topology, 2)
+    monkeypatch.setattr(command, "is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match="--compile: needs libtpu: pip install "):
+        number("v5p:2x2x1")
+    assert number("v5p:2x2x1", 0) == 0

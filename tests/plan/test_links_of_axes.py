@@ -10,8 +10,7 @@ from maxpipe.compile import topology
 from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.plan.links import axis_links, links_along
-from maxpipe.plan.links import link_costs
+from maxpipe.plan.links import axis_links, link_costs, links_along
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
 from maxpipe.sharding.torus import line_length

@@ -46,11 +46,14 @@ class SliceCost(NamedTuple):
 
 
 class Remedies(NamedTuple):
-    """What would fit where nothing does, and kinds of remedies that do not, or were not all tried."""
+    """What would fit where nothing does, and kinds of remedies that fail or were not all tried."""
 
     lines: Sequence[str] = ()
     vain: Sequence[str] = ()
     unfinished: Sequence[str] = ()
+
+
+_UNSEARCHED = Remedies()
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Plan:
     rows: Sequence[Row] = ()
     misfits: Sequence[Row] = ()
     own: Row | str = ""
-    remedies: Remedies = Remedies()
+    remedies: Remedies = _UNSEARCHED
     uncompiled: int = 0
     slices: Sequence[SliceCost] = ()
 
@@ -151,7 +154,7 @@ def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> 
 def _checked(
     request: Request, candidates: Sequence[Candidate], most: int
 ) -> tuple[list[Row], Counter[Problem]]:
-    """Return the first of each sort that passes the configuration's checks; and others' problems."""
+    """Return the first of each sort that passes the configuration's checks; others' problems."""
     rows: dict[tuple[object, ...], Row] = {}
     problems: Counter[Problem] = Counter()
     for candidate in candidates:

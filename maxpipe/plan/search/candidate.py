@@ -13,7 +13,6 @@ from maxpipe.plan.search.legality import layout_of
 from maxpipe.plan.search.request import Request
 from maxpipe.plan.search.space import Grid
 
-
 _KEYS = {
     "engine": "pipeline.engine",
     "schedule": "pipeline.schedule",

@@ -4,9 +4,10 @@ Reading a model takes JAX, which traces one layer on shapes. Nothing after that 
 facts serve every candidate that splits the model alike.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TypeVar, cast
 
 from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES, Config
@@ -18,23 +19,14 @@ from maxpipe.plan.layer_costs import LayerCosts, Saving, layer_costs, saving_of
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.number import FLOAT32
 from maxpipe.plan.search.machine import platform_of
-from maxpipe.plan.search.space import Axes
+from maxpipe.plan.search.space import ENGINE, POLICY, SCANS, Axes
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
 _WHOLE_IN_USE = frozenset(STORAGE_AXES) - {EXPERT_AXIS}
 
 
-class _Key(NamedTuple):
-    """What decides how a layer computes.
-
-    Attributes:
-      axes: sizes of the axes that split it; 1 for the others.
-      parts: parts of a sequence, by which the kernel of attention is chosen.
-    """
-
-    axes: Axes
-    parts: int
+T = TypeVar("T")
 
 
 class Facts:
@@ -51,10 +43,7 @@ class Facts:
         self.config = config
         self._platform = platform_of(config) if platform is None else platform
         self._only_trained = only_trained
-        self._parameters: dict[Axes, Parameters] = {}
-        self._computing_on: dict[_Key, Config] = {}
-        self._layers: dict[_Key, LayerCosts] = {}
-        self._savings: dict[tuple[_Key, str, str, bool], Saving] = {}
+        self._known: dict[tuple[object, ...], object] = {}
         self._splitting = {
             axis
             for name, axes in config.sharding.logical_axis_rules
@@ -92,49 +81,49 @@ class Facts:
         return each * self.parameters((1,) * len(MESH_AXES)).at_rest
 
     def parameters(self, axes: Axes) -> Parameters:
-        key = tuple(
+        sizes = tuple(
             n if name in self._splitting or name == "stage" else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
         )
-        if key not in self._parameters:
-            self._parameters[key] = parameters_of(self._on(key), only_trained=self._only_trained)
-        return self._parameters[key]
+        return self._once(
+            ("parameters", sizes),
+            lambda: parameters_of(self._on(sizes), only_trained=self._only_trained),
+        )
 
     def layer(self, axes: Axes) -> LayerCosts:
-        key = self._computing(axes)
-        if key not in self._layers:
-            self._layers[key] = layer_costs(self._computed(key), self._platform)
-        return self._layers[key]
+        key = self._splits(axes)
+        return self._once(("layer", *key), lambda: layer_costs(self._on(*key), self._platform))
 
     def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool) -> Saving:
         """Return what a policy saves on a device of a mesh; `scans` as in `Block`."""
-        key = (self._computing(axes), engine, policy, scans)
-        if key not in self._savings:
-            changes = {
-                "pipeline.engine": engine,
-                "pipeline.remat_policy": policy,
-                "pipeline.scan_layers": scans,
-            }
-            self._savings[key] = saving_of(update(self._computed(key[0]), changes))
-        return self._savings[key]
+        key = self._splits(axes)
+        changes = {ENGINE: engine, POLICY: policy, SCANS: scans}
+        return self._once(
+            ("saving", *key, *changes.values()),
+            lambda: saving_of(update(self._on(*key), changes)),
+        )
 
-    def _computing(self, axes: Axes) -> "_Key":
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(T, self._known[key])
+
+    def _splits(self, axes: Axes) -> tuple[Axes, int]:
+        """Return what decides how a layer computes: sizes of axes that split it, and of context.
+
+        Parts of a sequence decide the kernel of attention; other axes that do not split count as 1.
+        """
         split = tuple(
             n if name in self._splitting and name not in _WHOLE_IN_USE else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
         )
-        return _Key(split, axes[MESH_AXES.index(CONTEXT_AXIS)])
+        return split, axes[MESH_AXES.index(CONTEXT_AXIS)]
 
-    def _computed(self, key: "_Key") -> Config:
-        """Return the configuration, with kernels chosen, on a mesh that splits a layer by `key`."""
-        if key not in self._computing_on:
-            config = self._on(key.axes)
-            if self._platform:
-                parted = update(config, {f"mesh.ici.{CONTEXT_AXIS}": key.parts})
-                config = replace(config, model=on_platform(parted, self._platform).model)
-            self._computing_on[key] = config
-        return self._computing_on[key]
-
-    def _on(self, axes: Axes) -> Config:
+    def _on(self, axes: Axes, parts: int = 0) -> Config:
+        """Return the configuration on a mesh, with kernels for so many parts of sequences."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
-        return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+        config = update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+        if not parts or not self._platform:
+            return config
+        parted = update(config, {f"mesh.ici.{CONTEXT_AXIS}": parts})
+        return replace(config, model=on_platform(parted, self._platform).model)

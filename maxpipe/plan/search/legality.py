@@ -7,11 +7,13 @@ Letters: S stages, V repeats, M microbatches.
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.errors import Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import ENGINE_RULES
 from maxpipe.config.rules.model import MODEL_RULES
@@ -20,7 +22,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.model.kernels.choose import kernel_problems
 from maxpipe.plan.search.machine import platform_of
-from maxpipe.plan.search.space import Grid
+from maxpipe.plan.search.space import ENGINE, GATHERS, POLICY, SCHEDULE, Grid
 
 _AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
 
@@ -28,15 +30,13 @@ _AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
 class Layout(NamedTuple):
     """How layers lie on stages x repeats.
 
-    Attributes:
-      chunk: layers of the largest chunk; 0 if there are too few layers.
-      outside: layers outside the pipeline.
-      is_uneven: whether chunks differ, so that `layers_per_stage=auto` decides.
+    `chunk` is the layers of the largest chunk, 0 if there are too few layers. Where chunks differ,
+    `layers_per_stage=auto` decides.
     """
 
     chunk: int
-    outside: int
-    is_uneven: bool
+    outside: int = 0
+    is_uneven: bool = False
 
     def updates(self, layers: int) -> dict[str, object]:
         """Return the keys and values of this layout for a number of layers."""
@@ -49,17 +49,15 @@ class Layout(NamedTuple):
 
 def layout_of(engine: str, layers: int, stages: int, repeats: int) -> Layout:
     """Return how an engine holds layers that may not divide over the chunks."""
-    facts, chunks = ENGINES[engine], stages * repeats
-    chunk, outside = divmod(layers, chunks)
+    facts = ENGINES[engine]
     if not facts.has_stages:
-        return Layout(layers, 0, is_uneven=False)
-    if not outside:
-        return Layout(chunk, 0, is_uneven=False)
-    if chunk and facts.auto_stages:
-        return Layout(chunk + 1, 0, is_uneven=True)
-    if chunk and facts.takes("pipeline.parallel_layers"):
-        return Layout(chunk, outside, is_uneven=False)
-    return Layout(0, 0, is_uneven=False)
+        return Layout(layers)
+    chunk, outside = divmod(layers, stages * repeats)
+    if not chunk or not outside:
+        return Layout(chunk)
+    if facts.auto_stages:
+        return Layout(chunk + 1, is_uneven=True)
+    return Layout(chunk, outside) if facts.takes("pipeline.parallel_layers") else Layout(0)
 
 
 class Legality:
@@ -67,31 +65,22 @@ class Legality:
 
     def __init__(self, config: Config):
         self._config = config
-        self._options: dict[tuple[str, str, str, str], str] = {}
+        self._options: dict[tuple[str, ...], str] = {}
 
     def of_mesh(self, grid: Grid) -> str:
         """Return why the model cannot be split over a mesh; empty if it can."""
         config = update(self._config, grid.updates())
-        problems = [
-            *apply_rules(MODEL_RULES, config, ())[1],
-            *kernel_problems(config, platform_of(config)),
-        ]
-        return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
+        kernels = kernel_problems(config, platform_of(config))
+        return _brief([*apply_rules(MODEL_RULES, config, ())[1], *kernels])
 
     def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
         """Return why an engine does not take options; empty if it does."""
-        key = (engine, schedule, policy, gather)
-        if key not in self._options:
-            changes = {
-                "pipeline.engine": engine,
-                "pipeline.schedule": schedule,
-                "pipeline.remat_policy": policy,
-                "pipeline.fsdp_gather": gather,
-            }
+        values = (engine, schedule, policy, gather)
+        if values not in self._options:
+            changes = dict(zip((ENGINE, SCHEDULE, POLICY, GATHERS), values, strict=True))
             problems = apply_rules(ENGINE_RULES, update(self._config, changes), ())[1]
-            first = next(iter(problems), None)
-            self._options[key] = f"{first.key}: {_brief(first.message)}" if first else ""
-        return self._options[key]
+            self._options[values] = _brief(problems)
+        return self._options[values]
 
     def fits_engine(self, engine: str, grid: Grid, microbatches: np.ndarray) -> np.ndarray | bool:
         """Return whether an engine takes numbers of microbatches."""
@@ -107,6 +96,10 @@ class Legality:
         return not every or size in (-1, batch) or size % grid.batch_shards == 0
 
 
-def _brief(message: str) -> str:
-    """Return the first clause of a message, the same for all sizes of a mesh axis."""
-    return _AXIS_SIZE.sub(r"\1 above 1", message.partition(";")[0].partition(": ")[0])
+def _brief(problems: Sequence[Problem]) -> str:
+    """Return the first clause of the first problem, the same for all sizes of a mesh axis."""
+    if not problems:
+        return ""
+    clause = problems[0].message.partition(";")[0].partition(": ")[0]
+    clause = _AXIS_SIZE.sub(r"\1 above 1", clause)
+    return f"{problems[0].key}: {clause}"

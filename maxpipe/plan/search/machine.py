@@ -20,11 +20,10 @@ from maxpipe.devices.chips import (
     Tpu,
     chip_of,
 )
-from maxpipe.plan.search.space import Axes
 
 CPU = "cpu"
 MOST_SIMULATED = 1024  # the product that is searched grows fast with them
-MOST_GPUS = 8  # of one host
+MOST_GPUS = 8  # of one host, since what is between hosts has no price
 _GPUS = [chip for chip in CHIPS if chip.torus is None]
 # Simulated devices share a machine whose speed is not known: only ratios of times mean anything.
 _NOMINAL = Chip(
@@ -38,13 +37,11 @@ class Machine:
 
     Attributes:
       topology: "v5p:4x4x8", "cpu:8" or "H100:8".
-      chip: the devices' chip.
       grid: chips in each dimension of a slice.
       devices, slices, hosts: numbers of JAX devices over all slices, of slices, and of processes.
       peak: FLOP/s of a device in the model's dtype.
       hbm: bytes/s of a device's memory.
       capacity: bytes of a device's memory; None if unknown.
-      is_timed: whether the chip's figures are known, so that seconds mean seconds.
     """
 
     topology: str
@@ -56,17 +53,16 @@ class Machine:
     peak: float
     hbm: float
     capacity: float | None
-    is_timed: bool
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether the chip's figures are known, so that seconds mean seconds."""
+        return self.chip is not _NOMINAL
 
     @property
     def is_compilable(self) -> bool:
         """Return whether there is a compiler for the devices whose estimates can be read."""
         return self.is_timed and self.chip.torus is not None
-
-    @property
-    def is_simulated(self) -> bool:
-        """Return whether the devices are simulated, so that they share one machine's memory."""
-        return self.chip is _NOMINAL
 
     @property
     def tpu(self) -> Tpu | None:
@@ -81,9 +77,14 @@ class Machine:
         return self.slices * math.prod(self.grid)
 
     @property
-    def matrix_efficiency(self) -> float:
-        """Return the share of the peak that matrix products reach."""
-        return self.chip.matrix_efficiency or MATRIX_EFFICIENCY
+    def matrix_peak(self) -> float:
+        """Return the FLOP/s of large matrix products."""
+        return self.peak * (self.chip.matrix_efficiency or MATRIX_EFFICIENCY)
+
+    @property
+    def attention_peak(self) -> float:
+        """Return the FLOP/s of attention kernels."""
+        return self.peak * ATTENTION_EFFICIENCY
 
     @property
     def zeros_rate(self) -> float:
@@ -94,10 +95,6 @@ class Machine:
         """Return the bytes/s that a device moves, for values of `size` bytes."""
         shares = self.chip.memory_shares
         return (shares.bfloat16 if size < 4 else shares.float32) * self.hbm
-
-    def attention_peak(self) -> float:
-        """Return the FLOP/s of attention kernels."""
-        return ATTENTION_EFFICIENCY * self.peak
 
 
 def platform_of(config: Config) -> str:
@@ -113,12 +110,11 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
         devices than can be priced.
     """
     name, _, number = topology.partition(":")
-    dtype = config.model.dtype
-    one_machine = [chip for chip in (_NOMINAL, *_GPUS) if chip.name.lower() == name.lower()]
-    if one_machine:
+    one_host = [chip for chip in (_NOMINAL, *_GPUS) if chip.name.lower() == name.lower()]
+    if one_host:
         if topology.lower() == CPU:
             number = str(max(1, config.mesh.simulated_devices))
-        return _one_host(topology, one_machine[0], number, slices, dtype)
+        return _one_host(topology, one_host[0], number, slices, config.model.dtype)
     if not names_kind(topology):
         gpus = ", ".join(chip.name for chip in _GPUS)
         raise ValueError(
@@ -128,52 +124,42 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     try:
         canonical = canonical_topology(topology)
     except ValueError as error:
-        if ":" in topology or "-" in topology:
-            raise
-        remedy = "with --smallest the smallest that trains the model is found"
-        raise ValueError(f"{error}; {remedy}") from None
+        raise ValueError(f"{error}; --smallest finds a slice of a kind") from None
     check_grid(canonical)
     chip = chip_of(canonical)
     assert chip is not None, canonical
     per_chip = num_devices(canonical) // num_chips(canonical)
-    sizes: Axes = tuple(int(size) for size in canonical.partition(":")[2].split("x"))
     return Machine(
         topology=canonical,
         chip=chip,
-        grid=sizes,
+        grid=tuple(int(size) for size in canonical.partition(":")[2].split("x")),
         devices=num_devices(canonical) * slices,
         slices=slices,
         hosts=hosts_of(canonical) * slices,
-        peak=chip.peak_flops[dtype] / per_chip,
+        peak=chip.peak_flops[config.model.dtype] / per_chip,
         hbm=chip.hbm_bandwidth / per_chip,
         capacity=chip.hbm_bytes / per_chip,
-        is_timed=True,
     )
 
 
 def _one_host(topology: str, chip: Chip, number: str, slices: int, dtype: str) -> Machine:
-    is_timed = chip is not _NOMINAL
-    what = "GPUs" if is_timed else "devices"
-    if not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"{topology!r}: give the number of {what}, such as {chip.name}:8")
-    count = int(number)
-    if is_timed and count > MOST_GPUS:
-        reason = "those of one host: what is between hosts has no price"
-        raise ValueError(f"{topology}: give at most {MOST_GPUS} GPUs, {reason}")
-    if count > MOST_SIMULATED:
-        raise ValueError(f"{topology}: give at most {MOST_SIMULATED} simulated devices")
+    is_simulated = chip is _NOMINAL
+    what, most = (
+        ("simulated devices", MOST_SIMULATED) if is_simulated else ("GPUs of one host", MOST_GPUS)
+    )
+    if not number.isdecimal() or not 1 <= int(number) <= most:
+        raise ValueError(f"{topology!r}: give 1 to {most} {what}, such as {chip.name}:8")
     if slices > 1:
         message = f"{topology} is one machine; compile.num_slices={slices} joins slices of a TPU"
         raise ValueError(f"{message}, so leave it out")
     return Machine(
-        topology=f"{chip.name}:{count}",
+        topology=f"{chip.name}:{number}",
         chip=chip,
-        grid=(count,),
-        devices=count,
+        grid=(int(number),),
+        devices=int(number),
         slices=1,
         hosts=1,
         peak=chip.peak_flops[dtype],
         hbm=chip.hbm_bandwidth,
-        capacity=chip.hbm_bytes if is_timed else None,
-        is_timed=is_timed,
+        capacity=None if is_simulated else chip.hbm_bytes,
     )

@@ -23,7 +23,9 @@ FIRST_STAGE, LAST_STAGE, OTHER_STAGES = range(3)
 # What is counted at the fullest moments of a stage: chunks between F and the end of B or I, and
 # between I and W, and the stage's first chunk among these and among those. A column makes a moment
 # the fullest: by either, by both, and the same for the first chunk alone.
-_FULLEST = np.array([[1, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
+_FULLEST = np.array(
+    [[1, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1]]
+)
 _MANY = 1e6  # more than there are chunks, so that a count divided by it only breaks ties
 
 

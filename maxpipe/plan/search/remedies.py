@@ -93,7 +93,9 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     vain, unfinished = [], []
     for kind, attempts in kinds.items():
         # Without more chips, parameters, optimizer state and gradients stay as large as they are.
-        useful = [(f"{words}{flag}".strip(), on) for words, on in attempts if holds_state(on, facts)]
+        useful = [
+            (f"{words}{flag}".strip(), on) for words, on in attempts if holds_state(on, facts)
+        ]
         words, is_over = _first_that_fits(useful, facts, note, SECONDS / len(kinds))
         if not words:
             vain.append(kind)

@@ -113,12 +113,10 @@ class Space:
     """The values that are tried.
 
     Attributes:
-      config: what all candidates share.
-      devices, slices: JAX devices over all slices, and slices.
+      devices, slices, hosts: JAX devices over all slices, slices, and processes that drive them.
       choices: values of searched keys that the user gave; others are enumerated.
       is_tpu: whether devices are TPUs; loops there copy what they save, so unrolling may pay.
       fixed: keys of `choices` whose one value every candidate has.
-      hosts: number of processes that drive the devices.
     """
 
     config: Config
@@ -140,9 +138,12 @@ class Space:
             chosen = self.choices.get(f"mesh.{level}.{axis}")
             if chosen is not None:
                 return [n for n in map(int, map(str, chosen)) if left % n == 0]
-            if (level == "dcn" and axis not in _ACROSS_SLICES) or not self._is_useful(axis):
-                return [1]
-            return self.dividing(axis, left)
+            # Every device gets an equal part; the rest would be computed twice.
+            model = self.config.model
+            parts = {"tensor": model.num_kv_heads, "expert": model.moe.experts or 1}.get(axis, left)
+            if level == "dcn" and axis not in _ACROSS_SLICES:
+                parts = 1
+            return divisors(math.gcd(left, parts))
 
         def fill(axes: Sequence[str], left: int) -> Iterator[Axes]:
             if not axes:
@@ -154,19 +155,6 @@ class Space:
                     yield (n, *others)
 
         yield from fill(MESH_AXES, count)
-
-    def dividing(self, axis: str, count: int) -> list[int]:
-        """Return the sizes of an axis that divide a number of devices, and the model's parts."""
-        return [n for n in divisors(count) if self._divides(axis, n)]
-
-    def _is_useful(self, axis: str) -> bool:
-        return axis != "expert" or self.config.model.moe.experts > 0
-
-    def _divides(self, axis: str, size: int) -> bool:
-        """Return whether every device gets an equal part; the rest would be computed twice."""
-        model = self.config.model
-        parts = {"tensor": model.num_kv_heads, "expert": model.moe.experts}
-        return parts.get(axis, size) % size == 0
 
     def pipelines(self, stages: int) -> list[tuple[str, str]]:
         """Return (engine, schedule) of every way to run so many stages."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.plan.layer_costs import LayerCosts
+from maxpipe.plan.links import LinkCosts, joint, link_costs
 from maxpipe.plan.number import FLOAT32, Number, Seconds
 from maxpipe.plan.remat_cheap import computes_cheap_again
 from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.links import LinkCosts, joint, link_costs
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.traffic import layer_traffic, once_seconds
 from maxpipe.sharding.collectives import EXPERT_AXIS
@@ -43,10 +43,9 @@ def _attention(sizes: BlockSizes, machine: Machine, layer: LayerCosts) -> tuple[
         length = sizes.config.data.sequence_length
         masked = 1 + min(sizes.config.model.attention_block_size, length) / length
         flops = masked * sizes.tokens * layer.attention_flops
-        kernel = flops / machine.attention_peak()
+        kernel = flops / machine.attention_peak
         return kernel, _BACKWARD * kernel
-    peak = machine.peak * machine.matrix_efficiency
-    products = sizes.tokens * layer.attention_flops / peak
+    products = sizes.tokens * layer.attention_flops / machine.matrix_peak
     # Each of the arrays of `LayerCosts.made` is written once and read once.
     moved = 2 * (FLOAT32 + sizes.itemsize) * sizes.tokens * layer.scores / machine.hbm
     # Scores take one of the two products of a forward.
@@ -106,10 +105,9 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     count = sizes.parameters.projection  # the table, where embeddings are tied
     tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
     flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
-    peak = machine.peak * machine.matrix_efficiency
     # The circular engine computes logits again. Every tile reads weights and adds to gradients.
     products = 4 if engine.is_differentiated else 3
-    of_tile = np.maximum(flops / tiles / peak, size * count / machine.hbm)
+    of_tile = np.maximum(flops / tiles / machine.matrix_peak, size * count / machine.hbm)
     seconds = products * tiles * of_tile
     logits = flops / (2 * sizes.config.model.embed_dim)
     seconds = seconds + _LOGIT_BYTES * logits / machine.hbm
@@ -135,11 +133,10 @@ def _layer(
     """
     axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
     layer, parameters = facts.layer(axes), facts.parameters(axes)
-    peak = machine.peak * machine.matrix_efficiency
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
     # Experts run in kernels, which are taken to reach the same share of the peak as attention's.
-    of_experts = layer.expert_flops / machine.attention_peak()
-    others = (layer.weight_flops - layer.expert_flops) / peak
+    of_experts = layer.expert_flops / machine.attention_peak
+    others = (layer.weight_flops - layer.expert_flops) / machine.matrix_peak
     products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)

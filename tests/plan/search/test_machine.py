@@ -10,8 +10,8 @@ def test_machines_without_a_price_are_refused_with_those_that_have_one():
     for topology, slices, words in (
         ("H100:8", 8, ["H100:8 is one machine", "compile.num_slices=8"]),
         ("cpu:8", 2, ["cpu:8 is one machine", "compile.num_slices=2"]),
-        ("H100:9", 1, ["at most 8 GPUs", "between hosts has no price"]),
-        (f"cpu:{MOST_SIMULATED + 1}", 1, [f"at most {MOST_SIMULATED} simulated devices"]),
+        ("H100:9", 1, ["give 1 to 8 GPUs of one host"]),
+        (f"cpu:{MOST_SIMULATED + 1}", 1, [f"1 to {MOST_SIMULATED} simulated devices"]),
         ("L4:8", 1, ["'L4:8'", "A100, H100, H200, B200", "v5p:4x4x4"]),
     ):
         with pytest.raises(ValueError, match=r"give|leave it out|did you mean") as caught:

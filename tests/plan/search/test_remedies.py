@@ -4,7 +4,7 @@ import dataclasses
 
 from maxpipe.plan.search.best import make_plan
 from maxpipe.plan.search.candidate import Proof
-from maxpipe.plan.search.remedies import more_chips, refusing_margin, remedies
+from maxpipe.plan.search.remedies import more_chips, remedies
 
 
 def on_capacity(request, share, facts):
@@ -20,9 +20,9 @@ def test_remedies_say_what_is_tried(request_and_facts):
     plan = make_plan(on_capacity(request, 0.9, facts), facts)
     found = remedies(plan, facts, lines.append).lines
     assert plan.winner is None
-    assert lines[0] == "trying      data.global_batch_size=32"
+    assert lines[0] == "trying      --tokens-per-step 4096"
     assert lines[-1].startswith("trying      --topology v5e:")
-    assert found[0].startswith("fewer tokens: data.global_batch_size=")
+    assert found[0].startswith("fewer tokens: --tokens-per-step ")
     assert found[1].startswith("more chips: --topology v5e:")
 
 
@@ -47,22 +47,20 @@ def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_an
     assert [*more_chips(request.on("cpu:2"))] == []
 
 
-def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compiler_did(
+def test_where_the_compiler_refused_remedies_leave_enough_free_that_closed_forms_refuse_it_too(
     request_and_facts,
 ):
-    for share, margin in ((0.97, 0.05), (0.95, 0.1), (0.6, 0.45), (0.04, None)):
-        request, facts = request_and_facts
-        plan = make_plan(request, facts)
-        refusal = Proof(1e12, None, False, "", 1.0)
-        least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
+    request, facts = request_and_facts
+    plan = make_plan(request, facts)
+    least = min(plan.rows, key=lambda row: row.memory)
+    for share, margin in ((0.97, "4%"), (0.6, "41%"), (0.004, "")):
         machine = dataclasses.replace(request.machine, capacity=least.memory / share)
-        misfits = [
-            dataclasses.replace(more, proof=refusal),
-            dataclasses.replace(least, proof=refusal),
-        ]
-        request = dataclasses.replace(request, machine=machine)
-        compiled = dataclasses.replace(plan, request=request, misfits=misfits)
-        assert refusing_margin(compiled) == margin, (share, margin)
-        crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
-        for others in ([least], [crashed]):
-            assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None
+        on = dataclasses.replace(request, machine=machine)
+        refused = dataclasses.replace(least, proof=Proof(1e12, None, False, "", 1.0))
+        compiled = dataclasses.replace(plan, request=on, misfits=[refused])
+        found = remedies(compiled, facts, lambda line: None)
+        assert all(line.endswith(f"--memory-margin {margin}") for line in found.lines)
+        assert bool(found.lines) == bool(margin), share
+    crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
+    found = remedies(dataclasses.replace(compiled, misfits=[crashed]), facts, lambda line: None)
+    assert not any("--memory-margin" in line for line in found.lines)

@@ -12,15 +12,15 @@ def space_of(choices, fixed=None):
 
 def test_unkept_names_the_fixed_key_that_an_engine_cannot_have():
     for key, value, engine, schedule, reason in (
-        ("pipeline.schedule", "lockstep_1f1b", "sequential", "circular", "no stages"),
+        ("pipeline.schedule", "lockstep_1f1b", "sequential", "circular", "not for sequential"),
         ("pipeline.schedule", "lockstep_1f1b", "scheduled", "lockstep_1f1b", ""),
-        ("pipeline.num_repeats", 4, "sequential", "circular", "no stages"),
+        ("pipeline.num_repeats", 4, "sequential", "circular", "not for sequential"),
         ("pipeline.num_repeats", 1, "sequential", "circular", ""),
-        ("pipeline.num_repeats", 4, "mpmd", "1f1b", "1f1b has 1"),
+        ("pipeline.num_repeats", 4, "mpmd", "1f1b", "not for 1f1b"),
         ("pipeline.num_repeats", 4, "circular", "circular", ""),
-        ("pipeline.fsdp_gather", "once", "sequential", "circular", "not for the sequential engine"),
+        ("pipeline.fsdp_gather", "once", "sequential", "circular", "not for sequential"),
         ("pipeline.fsdp_gather", "once", "circular", "circular", ""),
-        ("pipeline.scan_layers", False, "circular", "circular", "not for the circular engine"),
+        ("pipeline.scan_layers", False, "circular", "circular", "not for circular"),
         ("pipeline.scan_layers", True, "circular", "circular", ""),
         ("pipeline.scan_layers", False, "sequential", "circular", ""),
         ("pipeline.remat_policy", "full", "sequential", "circular", ""),
