@@ -192,7 +192,7 @@ def _unpriced(key: str, values: Sequence[object]) -> str:
     """Return why values of a searched key have no price, though they are legal; "" if they have."""
     if key in _COUNTS and min(map(int, map(str, values))) < 1:
         return "the plan derives nothing: give numbers of at least 1"
-    names = [*{ENGINE: ENGINES, SCHEDULE: SCHEDULES}.get(key, values)]
+    names = list(ENGINES) if key == ENGINE else list(SCHEDULES) if key == SCHEDULE else values
     if unknown := [value for value in values if value not in names]:
         return f"{unknown[0]} has no closed form; the plan tries {', '.join(map(str, names))}"
     return ""
