@@ -3,17 +3,16 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.model.parameters import ParamSpec, outer_axes
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use
 from maxpipe.plan.layer_trace import model_program
 from maxpipe.plan.number import Number
-from maxpipe.sharding.rules import AxisRules, without
+from maxpipe.sharding.rules import AxisRules, axes_of, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -23,51 +22,33 @@ Sizes = tuple[tuple[str, int], ...]
 class Parameters:
     """Parameters of a model on one device, as numbers of values.
 
-    "Gathered" ones are whole over all storage axes.
-
-    Attributes:
-      at_rest: all parameters, as if layers divided evenly over the stages.
-      layer_at_rest, layer_over_fsdp, layer_gathered: those of a layer, the second whole over fsdp.
-      layer_outside: those of a layer outside the pipeline, laid out for use.
-      ends_at_rest, ends_over_fsdp: those of embedding and head, the second whole over fsdp.
-      embed_gathered, head_gathered: those of each.
-      embed_of_stage, head_of_stage: those of each where it lies on the devices of one stage.
-      projection: those that make logits, gathered.
-      shared_at_rest, shared: those of the head and of first dense layers, which the stages of a
-        lockstep engine share; the second gathered.
+    "Gathered" ones are whole over all storage axes, those "over fsdp" over that axis alone.
     """
 
-    at_rest: float
+    at_rest: float  # all, as if layers divided evenly over the stages
     layer_at_rest: float
     layer_over_fsdp: float
     layer_gathered: float
-    layer_outside: float
-    ends_at_rest: float
+    layer_outside: float  # those of a layer outside the pipeline, laid out for use
+    ends_at_rest: float  # those of embedding and head
     ends_over_fsdp: float
     embed_gathered: float
     head_gathered: float
-    embed_of_stage: float
+    embed_of_stage: float  # where it lies on the devices of one stage
     head_of_stage: float
-    projection: float
-    shared_at_rest: float
-    shared: float
+    projection: float  # those that make logits, gathered
+    shared_at_rest: float  # those of head and first dense layers, which lockstep stages share
+    shared: float  # the same, gathered
 
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of a stage on one device, as numbers of values.
-
-    Attributes:
-      of: those of the model's parts.
-      layers: layers in the stage's chunks; in one program all are as large as the largest.
-      rows: places for layers outside the pipeline, used or padding.
-      outside: layers outside the pipeline, which the stages share.
-    """
+    """Parameters of a stage on one device, as numbers of values."""
 
     of: Parameters
-    layers: Number
-    rows: Number = 0.0
-    outside: Number = 0.0
+    layers: Number  # in the stage's chunks; in one program all are as large as the largest
+    rows: Number = 0.0  # places for layers outside the pipeline, used or padding
+    outside: Number = 0.0  # layers outside the pipeline, which the stages share
 
     @property
     def stored(self) -> Number:
@@ -106,34 +87,33 @@ class StageParameters:
 
 
 def parameters_of(config: Config, *, only_trained: bool = False) -> Parameters:
-    """Return the parameters of a resolved configuration on one device.
+    """Return the parameters of a resolved configuration on one device, all or the trained ones."""
 
-    Args:
-      only_trained: whether to leave out frozen parameters.
-    """
-    part = partial(device_parameters, config, only_trained=only_trained)
-    # The embedding table, without the first dense layers of the same part.
-    table = partial(device_parameters, with_dense_layers(config), "embed")
-    table = partial(table, only_trained=only_trained)
-    tied = config.model.tie_embeddings
+    def part(name: str, whole_over: Collection[str] = (), **options: bool) -> float:
+        return device_parameters(
+            config, name, whole_over=whole_over, only_trained=only_trained, **options
+        )
 
     def projection_and_first(whole_over: Collection[str] = ()) -> tuple[float, float]:
-        embedding = table(whole_over=whole_over)
-        first = part("embed", whole_over=whole_over) - embedding
-        return embedding if tied else part("head", whole_over=whole_over), first
+        # The part "embed" has the first dense layers as well.
+        table = device_parameters(
+            with_dense_layers(config), "embed", whole_over=whole_over, only_trained=only_trained
+        )
+        projection = table if config.model.tie_embeddings else part("head", whole_over)
+        return projection, part("embed", whole_over) - table
 
     projection, first = projection_and_first(STORAGE_AXES)
     fsdp = ("fsdp",)
     return Parameters(
         at_rest=total_parameters(config, only_trained=only_trained),
         layer_at_rest=part("layers"),
-        layer_over_fsdp=part("layers", whole_over=fsdp),
-        layer_gathered=part("layers", whole_over=STORAGE_AXES),
+        layer_over_fsdp=part("layers", fsdp),
+        layer_gathered=part("layers", STORAGE_AXES),
         layer_outside=part("outside"),
         ends_at_rest=part("embed") + part("head"),
-        ends_over_fsdp=part("embed", whole_over=fsdp) + part("head", whole_over=fsdp),
-        embed_gathered=part("embed", whole_over=STORAGE_AXES),
-        head_gathered=part("head", whole_over=STORAGE_AXES),
+        ends_over_fsdp=part("embed", fsdp) + part("head", fsdp),
+        embed_gathered=part("embed", STORAGE_AXES),
+        head_gathered=part("head", STORAGE_AXES),
         embed_of_stage=part("embed", without_stages=True),
         head_of_stage=part("head", without_stages=True),
         projection=projection,
@@ -159,24 +139,35 @@ def device_parameters(
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
       only_trained: whether to leave out frozen parameters.
     """
-    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
+    sizes = dict(mesh_sizes(config))
     if without_stages or part == "layers":
         sizes["stage"] = 1
-    mesh = tuple(sizes.items())
-    gathered = tuple(sorted(whole_over))
-    return _device_parameters(config.model, part, rules_of(config), mesh, gathered, only_trained)
+    mesh, is_outside = tuple(sizes.items()), part == "outside"
+    rules = bound_rules(rules_of(config), mesh)
+    specs: list[ParamSpec] = jax.tree.leaves(
+        model_program(config.model).specs["layers" if is_outside else part],
+        is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
+    )
+
+    def shards(spec: ParamSpec) -> int:
+        axes = outer_axes(spec) if is_outside else spec.axes
+        gathered = {*whole_over} - axes_in_use(rules, spec)
+        return num_shards(without(rules.spec(axes, spec.shape), gathered), mesh)
+
+    return sum(
+        math.prod(spec.shape) / shards(spec) for spec in specs if not (only_trained and spec.frozen)
+    )
 
 
 def total_parameters(
     config: Config, whole_over: Collection[str] = (), *, only_trained: bool = False
 ) -> float:
     """Return the parameters of all parts on one device; arguments as in `device_parameters`."""
-    layers = config.model.stacked_layers / config.mesh.size("stage")
-    of_layer, *ends = (
+    layers, *ends = (
         device_parameters(config, part, whole_over=whole_over, only_trained=only_trained)
         for part in ("layers", "embed", "head")
     )
-    return layers * of_layer + sum(ends)
+    return layers * config.model.stacked_layers / config.mesh.size("stage") + sum(ends)
 
 
 def with_dense_layers(config: Config) -> Config:
@@ -197,32 +188,6 @@ def rules_of(config: Config) -> Rules:
     return tuple((name, tuple(axes)) for name, axes in config.sharding.logical_axis_rules)
 
 
-@cache
-def _device_parameters(
-    model: ModelConfig,
-    part: str,
-    rules: Rules,
-    sizes: Sizes,
-    whole_over: tuple[str, ...],
-    only_trained: bool,
-) -> float:
-    axis_rules = bound_rules(rules, sizes)
-    is_outside = part == "outside"
-    specs: list[ParamSpec] = jax.tree.leaves(
-        model_program(model).specs["layers" if is_outside else part],
-        is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
-    )
-
-    def shards(spec: ParamSpec) -> int:
-        gathered = set(whole_over) - axes_in_use(axis_rules, spec)
-        axes = outer_axes(spec) if is_outside else spec.axes
-        return num_shards(without(axis_rules.spec(axes, spec.shape), gathered), sizes)
-
-    return sum(
-        math.prod(spec.shape) / shards(spec) for spec in specs if not (only_trained and spec.frozen)
-    )
-
-
 def bound_rules(rules: Rules, sizes: Sizes) -> AxisRules:
     names, counts = zip(*sizes, strict=True)
     return AxisRules(rules, AbstractMesh(counts, names))
@@ -231,7 +196,4 @@ def bound_rules(rules: Rules, sizes: Sizes) -> AxisRules:
 def num_shards(spec: PartitionSpec, sizes: Sizes) -> int:
     """Return the number of devices over which an array with this spec is split."""
     size_of = dict(sizes)
-    names = (
-        n for entry in spec if entry for n in (entry if isinstance(entry, tuple) else (entry,))
-    )
-    return math.prod(size_of[name] for name in names)
+    return math.prod(size_of[axis] for axis in axes_of(spec))

@@ -10,11 +10,7 @@ from maxpipe.config.options import update
 from maxpipe.config.rules.layout import data_shards
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.config.terminal import ignore_note
-from maxpipe.model.kernels.choose import (
-    choose_gating,
-    choose_kernel,
-    choose_rotation,
-)
+from maxpipe.model.kernels.choose import choose_gating, choose_kernel, choose_rotation
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.weights import spec_in_use
 from maxpipe.plan.device_parameters import (
@@ -55,20 +51,11 @@ def on_platform(config: Config, platform: str) -> Config:
     """Return the configuration with the kernels of a layer that `auto` chooses on a platform.
 
     Until they are chosen, attention counts as a kernel that never holds all scores.
-
-    Args:
-      platform: the devices' platform, as JAX names it.
-
-    Raises:
-      ConfigError: see `choose_kernel`.
     """
+    choices = {"attention": choose_kernel, "rotation": choose_rotation, "gating": choose_gating}
     return update(
         config,
-        {
-            "model.attention": choose_kernel(config, platform, ignore_note),
-            "model.rotation": choose_rotation(config, platform, ignore_note),
-            "model.gating": choose_gating(config, platform, ignore_note),
-        },
+        {f"model.{key}": choose(config, platform, ignore_note) for key, choose in choices.items()},
     )
 
 

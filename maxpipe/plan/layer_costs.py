@@ -20,118 +20,77 @@ from maxpipe.sharding.collectives import EXPERT_AXIS
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """A layer on one device; FLOPs are per token of the device.
+    """A layer on one device; FLOPs are per token of the device."""
 
-    Attributes:
-      weight_flops, attention_flops: FLOPs of a forward; attention's are those of its kernel.
-      scores: scores of a token, if the kernel of attention holds all of them; else 0.
-      expert_flops: the part of weight_flops that multiplies rows with their experts' weights.
-      expert_weights: weights of the device's experts.
-      results: width of its products' results.
-      made: the same with scores; a kernel that holds them has them in float32 and in the dtype of
-        activations.
-      elementwise: width of what its norms and sums make.
-      rows: width of the rows of experts, and of those that are added up to tokens.
-      key_values: width of what attention reads besides queries.
-      working: width of what the layer's backward holds at its widest moment: all tensors, and the
-        gradients of those that one product reads. Tokens at experts are those of all devices that
-        share experts, each with a gradient. So have scores, except on TPUs, where XLA computes
-        their gradients within the products that read them.
-    """
-
-    weight_flops: float
-    attention_flops: float
-    scores: float
-    expert_flops: float
-    expert_weights: float
-    results: float
-    made: float
-    elementwise: float
-    rows: float
-    key_values: float
+    weight_flops: float  # of a forward
+    attention_flops: float  # of a forward, by its kernel
+    scores: float  # of a token, if the kernel of attention holds all of them; else 0
+    expert_flops: float  # the part of weight_flops that multiplies rows with experts' weights
+    expert_weights: float  # weights of the device's experts
+    results: float  # width of its products' results
+    made: float  # the same with scores, in float32 and in the dtype of activations
+    elementwise: float  # width of what its norms and sums make
+    rows: float  # width of the rows of experts, and of those that are added up to tokens
+    key_values: float  # width of what attention reads besides queries
+    # Width of what the layer's backward holds at its widest moment: all tensors, and the gradients
+    # of those that one product reads. Tokens at experts are those of all devices that share
+    # experts, each with a gradient. So have scores, except on TPUs, where XLA computes their
+    # gradients within the products that read them.
     working: float
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What a policy of rematerialisation, or that of each candidate, saves and computes again.
+    """What a policy of rematerialisation, or that of each candidate, saves and computes again."""
 
-    Attributes:
-      residuals: width that a layer saves on the device besides the input of its chunk.
-      offloaded: width that it saves in the host's memory.
-      stash: width that an I leaves to its W on the scheduled engine: the gradients of results of
-        products and norms (a gate and what it multiplies share one), and the recomputed results
-        from which W computes its operands.
-      handed_over: the same on the mpmd engine: the operands of products, the gradients of their
-        results, and what the slicing does not take apart further: norms in float32, and activation
-        functions.
-      saves_all: 1 where nothing is computed again, else 0.
-      held: width of what a chunk's backward holds of each layer except its current one: saved
-        tensors, and what it recomputes for all layers at once, if it does not layer by layer.
-      cheap: width of what it would also hold if it computed cheap values only once. XLA holds less:
-        it recomputes some within the operations that read them.
-      recomputed: share of a layer's forward that its backward computes again.
-      scores_again: 1 where that share leaves out scores that the backward computes again, else 0.
-      first_kept: width that the first dense layers keep of a microbatch, with their inputs.
-      first_handed_over: width that an I of these layers leaves to its W on the mpmd engine.
-      first_recomputed: share of their forward that their backward computes again.
-    """
-
-    residuals: Number
-    offloaded: Number
+    residuals: Number  # width that a layer saves on the device besides the input of its chunk
+    offloaded: Number  # width that it saves in the host's memory
+    # Width that an I leaves to its W on the scheduled engine: the gradients of results of products
+    # and norms, and the recomputed results from which W computes its operands.
     stash: Number
-    handed_over: Number
-    saves_all: Number
+    handed_over: Number  # the same on the mpmd engine, see `Layer.handed_over`
+    saves_all: Number  # 1 where nothing is computed again, else 0
+    # Width of what a chunk's backward holds of each layer except its current one: saved tensors,
+    # and what it recomputes for all layers at once, if it does not layer by layer.
     held: Number
+    # Width of what it would also hold if it computed cheap values only once. XLA holds less: it
+    # recomputes some within the operations that read them.
     cheap: Number
-    recomputed: Number
-    scores_again: Number
-    first_kept: Number
-    first_handed_over: Number
-    first_recomputed: Number
+    recomputed: Number  # share of a layer's forward that its backward computes again
+    scores_again: Number  # 1 where that share leaves out scores that are computed again, else 0
+    first_kept: Number  # width that first dense layers keep of a microbatch, with their inputs
+    first_handed_over: Number  # width that an I of these leaves to its W on the mpmd engine
+    first_recomputed: Number  # share of their forward that their backward computes again
 
 
 def layer_costs(config: Config, platform: str) -> LayerCosts:
-    """Return the costs of a layer of a resolved configuration.
-
-    Args:
-      config: the configuration, with its kernels chosen.
-      platform: JAX's name of the devices' platform.
-    """
+    """Return the costs of a layer of a resolved configuration, with its kernels chosen."""
     layer, model, on_tpus = layer_of(config), config.model, platform == "tpu"
     split, sharing = config.mesh.size("tensor"), config.mesh.size(EXPERT_AXIS)
     expert_flops = layer.expert_flops / split
     # A token uses some of the experts, with two FLOPs for each of their weights.
     used = 2.0 * model.moe.per_token * sharing / max(1, model.moe.experts)
-    scores = _scores(config)
-    made = scores * (FLOAT32 + itemsize(model.dtype)) / itemsize(model.dtype)
+    scores = _held_scores(config)
     # Tokens of all devices that share experts, and what this device's experts add to them.
     exchanged = 2 * sharing * model.embed_dim * (model.moe.experts > 0 and sharing > 1)
     return LayerCosts(
         weight_flops=layer.weight_flops / split,
         attention_flops=_kernel_share(config, on_tpus) * layer.activation_flops / split,
-        scores=scores,
+        scores=_scores(config),
         expert_flops=expert_flops,
         expert_weights=expert_flops / used if used else 0.0,
         results=layer.result_width,
-        made=layer.result_width + made,
+        made=layer.result_width + scores,
         elementwise=layer.elementwise_width - layer.gathered_width,
         # A device sums rows for the tokens of all devices that share experts.
         rows=layer.gathered_width + (sharing - 1) * model.moe.per_token * model.embed_dim,
         key_values=layer.key_value_width,
         working=layer.result_width
         + layer.elementwise_width
-        + (2 - on_tpus) * made
+        + (2 - on_tpus) * scores
         + layer.widest_gradients
         + 2 * exchanged,
     )
-
-
-def _scores(config: Config) -> float:
-    """Return how many scores a device holds for each of its tokens; 0 if its kernel holds none."""
-    if config.model.attention != EVERYWHERE:
-        return 0.0
-    return config.model.num_query_heads / config.mesh.size("tensor") * config.data.sequence_length
 
 
 def _kernel_share(config: Config, on_tpus: bool) -> float:
@@ -148,8 +107,7 @@ def _kernel_share(config: Config, on_tpus: bool) -> float:
 def saving_of(config: Config) -> Saving:
     """Return what the policy of a resolved configuration, with its kernels chosen, saves."""
     layer, pipeline, embed = layer_of(config), config.pipeline, config.model.embed_dim
-    policy, size = remat_policy(pipeline), itemsize(config.model.dtype)
-    has_stages = ENGINES[pipeline.engine].has_stages
+    policy, has_stages = remat_policy(pipeline), ENGINES[pipeline.engine].has_stages
     by_layer = has_stages and not pipeline.remat_iterations
     if policy.everything or (by_layer and not pipeline.remat_layers):
         residuals = _everything(config, layer)
@@ -158,16 +116,13 @@ def saving_of(config: Config) -> Saving:
         residuals += embed * by_layer
     held = residuals
     if has_stages and pipeline.remat_iterations:
-        made = layer.result_width + _scores(config) * (FLOAT32 + size) / size
+        made = layer.result_width + _held_scores(config)
         held = residuals + embed if pipeline.remat_layers else max(made, residuals)
-    everything = layer.residual_bytes(None) / size + _probabilities(config)
-    stash, passes = layer.gradient_width, 1
-    if has_stages:
-        passes = pipeline.remat_iterations + pipeline.remat_layers
-    if not policy.everything and (pipeline.remat_iterations or pipeline.remat_layers):
+    passes = pipeline.remat_iterations + pipeline.remat_layers
+    stash = layer.gradient_width
+    if not policy.everything and passes:
         stash += layer.recomputed_operand_width(policy.device)
-    names = (*policy.device, *policy.host)
-    again = config.model.attention == EVERYWHERE and "context" in names and not policy.everything
+    again = config.model.attention == EVERYWHERE and not policy.everything
     first_kept = first_handed_over = first_recomputed = 0.0
     if num_first := config.model.first_dense_layers:
         # Each of them applies the policy to itself, whatever the pipeline's layers do. On engines
@@ -177,18 +132,18 @@ def saving_of(config: Config) -> Saving:
             first_kept = num_first * (embed + _everything(config, first))
         else:
             first_kept = num_first * (embed + _named(config, first, by_itself=not has_stages))
-        first_handed_over = num_first * _handed_over(config, first)
+        first_handed_over = num_first * first.handed_over
         first_recomputed = _recomputed(config, first)
     return Saving(
         residuals=residuals,
         offloaded=layer.saved_width(offloaded_names(pipeline)),
         stash=stash,
-        handed_over=_handed_over(config, layer),
+        handed_over=layer.handed_over,
         saves_all=float(policy.everything),
         held=held,
-        cheap=max(0.0, everything - held),
-        recomputed=passes * _recomputed(config, layer),
-        scores_again=float(again),
+        cheap=max(0.0, layer.residuals(None) + _probabilities(config) - held),
+        recomputed=(passes if has_stages else 1) * _recomputed(config, layer),
+        scores_again=float(again and "context" in (*policy.device, *policy.host)),
         first_kept=first_kept,
         first_handed_over=first_handed_over,
         first_recomputed=first_recomputed,
@@ -198,15 +153,11 @@ def saving_of(config: Config) -> Saving:
 def _named(config: Config, layer: Layer, *, by_itself: bool) -> float:
     """Return the width of the named tensors that a layer saves on the device.
 
-    Args:
-      by_itself: whether the layer applies the policy to itself, and saves what its own backward
-        reads. The last product's result is left out where only the next layer's input depends on
-        it.
+    A layer that applies the policy by itself saves what its own backward reads: not the last
+    product's result where only the next layer's input depends on it.
     """
-    names = RematPolicy(device=remat_policy(config.pipeline).device)
-    if not by_itself:
-        return layer.saved_width(names.device)
-    return layer.residual_bytes(names) / itemsize(config.model.dtype)
+    names = remat_policy(config.pipeline).device
+    return layer.residuals(RematPolicy(device=names)) if by_itself else layer.saved_width(names)
 
 
 def _everything(config: Config, layer: Layer) -> float:
@@ -215,23 +166,26 @@ def _everything(config: Config, layer: Layer) -> float:
     Where each layer is compiled by itself, XLA keeps the results of products and gathers, and
     computes the rest again within the operations that read it.
     """
-    if not (ENGINES[config.pipeline.engine].has_stages or config.pipeline.scan_layers):
-        return layer.result_width + layer.gathered_width + _probabilities(config)
-    saved = layer.residual_bytes(REMAT_POLICIES["none"]) / itemsize(config.model.dtype)
-    return saved + _probabilities(config)
+    if ENGINES[config.pipeline.engine].has_stages or config.pipeline.scan_layers:
+        return layer.residuals(REMAT_POLICIES["none"]) + _probabilities(config)
+    return layer.result_width + layer.gathered_width + _probabilities(config)
+
+
+def _scores(config: Config) -> float:
+    """Return how many scores a device holds for each of its tokens; 0 if its kernel holds none."""
+    if config.model.attention != EVERYWHERE:
+        return 0.0
+    return config.model.num_query_heads / config.mesh.size("tensor") * config.data.sequence_length
 
 
 def _probabilities(config: Config) -> float:
-    """Return the width of attention's probabilities in float32, if its kernel holds them.
-
-    They are all that its backward needs besides operands and result.
-    """
+    """Return the width of attention's probabilities in float32, which its backward needs."""
     return _scores(config) * FLOAT32 / itemsize(config.model.dtype)
 
 
-def _handed_over(config: Config, layer: Layer) -> float:
-    norms = sum(scale.bytes for scale in layer.scales) / itemsize(config.model.dtype)
-    return layer.operand_width + layer.weight_result_width + norms + layer.activated_width
+def _held_scores(config: Config) -> float:
+    """Return the width of the scores in float32 and in the dtype of activations."""
+    return _probabilities(config) + _scores(config)
 
 
 def _recomputed(config: Config, layer: Layer) -> float:

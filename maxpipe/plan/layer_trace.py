@@ -8,6 +8,7 @@ experts, there are rows for every choice of all their tokens, and the products s
 Where windows differ by layer, the traced layer has their average.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -28,12 +29,48 @@ from maxpipe.pipeline.chunk import checkpoint
 from maxpipe.plan.jaxpr_flops import program_flops
 from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
-ATTENTION = "planned_attention"  # name of the equation that stands for an attention kernel
+ATTENTION = "planned_attention"  # names of the equations that stand for kernels
+GROUPED = "planned_grouped_product"
 
-_attention_p = Primitive(ATTENTION)
-_attention_p.def_abstract_eval(
-    lambda q, k, v, segments: q.update(shape=(*q.shape[:-1], v.shape[-1]))
-)
+
+def _stand_in(name: str, *, saves_result: bool) -> Callable[..., jax.Array]:
+    """Return a function that is traced as one equation, with a result as wide as its last operand.
+
+    It has a backward, and saves what a kernel saves, but cannot be run.
+    """
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(
+        lambda *operands, assignments: operands[0].update(
+            shape=(*operands[0].shape[:-1], operands[-1].shape[-1])
+        )
+    )
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(assignments: int, *operands: jax.Array) -> jax.Array:
+        result: jax.Array = primitive.bind(*operands, assignments=assignments)
+        return result
+
+    def forward(
+        assignments: int, *operands: jax.Array
+    ) -> tuple[jax.Array, tuple[tuple[jax.Array, ...], jax.Array | None]]:
+        result = call(assignments, *operands)
+        return result, (operands, result if saves_result else None)
+
+    def backward(
+        assignments: int,
+        saved: tuple[tuple[jax.Array, ...], jax.Array | None],
+        cotangent: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        operands, result = saved
+        used = jnp.sum(cotangent if result is None else result * cotangent)
+        return tuple(operand * used for operand in operands)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+_attention = _stand_in(ATTENTION, saves_result=True)
+_grouped = _stand_in(GROUPED, saves_result=False)  # a product of rows with their experts' weights
 
 
 def planned_attention(
@@ -43,66 +80,8 @@ def planned_attention(
     segment_ids: jax.Array,
     options: AttentionOptions = PLAIN,
 ) -> jax.Array:
-    """Stand in for an attention kernel while a layer is traced; arguments as for `AttentionFn`.
-
-    It saves what a kernel saves, its operands and its result, and cannot be run.
-    """
-    return _planned(q, k, v, segment_ids)
-
-
-@jax.custom_vjp
-def _planned(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    context: jax.Array = _attention_p.bind(q, k, v, segment_ids)
-    return context
-
-
-def _save_operands(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    context = _planned(q, k, v, segment_ids)
-    return context, (q, k, v, segment_ids, context)
-
-
-def _stand_in_gradients(
-    saved: tuple[jax.Array, ...], cotangent: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    q, k, v, _, context = saved
-    used = jnp.sum(context * cotangent)
-    return q * used, k * used, v * used, None
-
-
-_planned.defvjp(_save_operands, _stand_in_gradients)
-
-
-GROUPED = "planned_grouped_product"  # stands for a product of rows with their experts' weights
-
-_grouped_p = Primitive(GROUPED)
-_grouped_p.def_abstract_eval(
-    lambda rows, weights, *, assignments: rows.update(shape=(rows.shape[0], weights.shape[-1]))
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _grouped(rows: jax.Array, weights: jax.Array, assignments: int) -> jax.Array:
-    product: jax.Array = _grouped_p.bind(rows, weights, assignments=assignments)
-    return product
-
-
-def _save_factors(
-    rows: jax.Array, weights: jax.Array, assignments: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _grouped(rows, weights, assignments), (rows, weights)
-
-
-def _stand_in_products(
-    assignments: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    rows, weights = saved
-    used = jnp.sum(cotangent)
-    return rows * used, weights * used
-
-
-_grouped.defvjp(_save_factors, _stand_in_products)
+    """Stand in for an attention kernel while a layer is traced; arguments as for `AttentionFn`."""
+    return _attention(0, q, k, v)
 
 
 def _planned_experts(model: ModelConfig, devices: int) -> ExpertsFn:
@@ -113,18 +92,16 @@ def _planned_experts(model: ModelConfig, devices: int) -> ExpertsFn:
         return rows_of((devices * sequences, *others), num_experts // devices)
 
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
-        return _grouped(rows, weights, places.rows.size)
+        return _grouped(places.rows.size, rows, weights)
 
     return experts_with(layout, multiply, gating(model))
 
 
 @dataclass(frozen=True, eq=False)
 class ModelTrace:
-    """The programs of a model that costs are read from, for one sequence.
+    """The programs of a model that costs are read from, for one sequence of T `tokens`.
 
     Attributes:
-      program: the model around `planned_attention`.
-      tokens: T, tokens of the sequence.
       layer: jaxpr of a layer; its inputs are the leaves of the layer's parameters, then x
         [1, T, D], then inputs without a gradient; its first output is [1, T, D].
       head_flops: FLOPs of the logits of one token.
@@ -141,15 +118,14 @@ class ModelTrace:
 def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
     """Return the program of a resolved model around `planned_attention`.
 
-    Args:
-      expert_devices: number of devices that share its experts.
+    `expert_devices` share its experts.
     """
     assert model.head_dim > 0, "head_dim is not resolved"
     return _program(model, BLOCKS[model.block], expert_devices)
 
 
 def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 1) -> ModelTrace:
-    """Trace a resolved model, once for each model, length and number of devices.
+    """Trace a resolved model once.
 
     Adapters are left out, since their products and results are narrow next to the base's. So is
     quantisation, which changes neither the products nor what is saved. The attention kernel does
@@ -197,22 +173,15 @@ def trace_residuals(trace: ModelTrace, policy: RematPolicy | None) -> ClosedJaxp
 def _shapes(
     program: ModelProgram, tokens: int
 ) -> tuple[Params, jax.ShapeDtypeStruct, SideInputs, jax.Array | None]:
-    """Return the shapes of parameters in the compute dtype, x, side inputs and key."""
     dtype = jnp.dtype(program.config.dtype)
     params = map_specs(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.compute_dtype(dtype)), program.specs
     )
     x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
 
-    def side_inputs() -> SideInputs:
-        ids = jnp.zeros((1, tokens), jnp.int32)
-        return SideInputs(
-            positions=ids,
-            segment_ids=ids,
-            sequence_index=jnp.zeros(1, jnp.int32),
-            layer_index=jnp.zeros((), jnp.int32),
-        )
+    def zeros(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
 
-    side = jax.eval_shape(side_inputs)
+    side = jax.eval_shape(lambda: SideInputs(zeros(1, tokens), zeros(1, tokens), zeros(1), zeros()))
     key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None
     return params, x, side, key
