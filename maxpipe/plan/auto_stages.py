@@ -1,7 +1,7 @@
 """Choose how many layers each stage gets under a memory limit, and predict what a choice costs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -52,11 +52,6 @@ class PredictedStages:
     memory: np.ndarray
 
     @property
-    def layers(self) -> list[int]:
-        stages = self.run.table.stage_of_chunk
-        return np.bincount(stages, self.sizes).astype(int).tolist()
-
-    @property
     def times_of_stages(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the times of a microbatch on each stage, without the head: forward, backward."""
         stages, costs = self.run.table.stage_of_chunk, self.times.costs(self.sizes, self.run.table)
@@ -85,23 +80,20 @@ def run_table(config: Config) -> Table:
     }
     used = np.unique(np.concatenate([t[t >= 0] for t in ticks.values()]))
     ticks = {kind: np.where(t < 0, -1, np.searchsorted(used, t)) for kind, t in ticks.items()}
-    free = from_ticks(
-        table.name, table.num_stages, table.num_repeats, ticks, placement=table.placement
-    )
+    sizes = table.num_stages, table.num_repeats
+    free = from_ticks(table.name, *sizes, ticks, placement=table.placement)
     return replace(free, source=table.source)
 
 
-def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> PredictedStages:
-    """Simulate the schedule with chunks of these sizes.
-
-    Args:
-      config: the resolved configuration; its own numbers of layers are ignored.
-      sizes: layers of each chunk, in model order.
-      on_tpus: whether the devices are known to be TPUs.
+def predict(
+    config: Config, sizes: Sequence[int] | None = None, *, on_tpus: bool = False
+) -> PredictedStages:
+    """Simulate the schedule of a resolved configuration with chunks of these sizes, or its own.
 
     Raises:
       ScheduleError: the schedule cannot be built.
     """
+    sizes = sizes or build_layout(config).chunk_sizes
     # An order that follows unit times depends on the sizes; no layer is left outside the pipeline.
     sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
     table, times = run_table(sized), layer_times(config)
@@ -114,56 +106,20 @@ def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> P
     )
 
 
-def fullest_stage_bytes(config: Config, *, on_tpus: bool = False) -> float:
-    """Return the bytes on a device of the fullest stage; stages must have been chosen."""
-    chunks = build_layout(config).chunk_sizes
-    return float(predict(config, chunks, on_tpus=on_tpus).memory.max())
-
-
 def bubble_fraction(config: Config) -> float:
-    """Return the idle share of the stages' time, from 0 to 1, with the times of their layers.
-
-    Args:
-      config: the resolved configuration, with its stages chosen.
-
-    Raises:
-      ScheduleError: the schedule cannot be built.
-    """
-    return simulate_stages(config).bubble_fraction
-
-
-def simulate_stages(config: Config) -> Simulation:
-    """Simulate a step with the chosen stages, the head included; arguments as `bubble_fraction`."""
-    return predict(config, build_layout(config).chunk_sizes).run
+    """Return the idle share of the stages' time, from 0 to 1, once stages have been chosen."""
+    return predict(config).run.bubble_fraction
 
 
 def slowest_stage(config: Config) -> str:
-    """Return which stage takes over 10 % more than the mean and what helps; empty if none does.
-
-    Args:
-      config: the resolved configuration, with its stages chosen.
-    """
-    run = simulate_stages(config)
-    stage, excess = run.slowest
+    """Return which stage takes over 10 % more than the mean and what helps; "" if none does."""
+    stage, excess = predict(config).run.slowest
     if excess <= 0.1:
         return ""
     # Larger chunks lessen what a head, a window or a remainder adds to one of them.
-    remedy = "fewer stages or repeats, or more layers, even it out"
-    for keys, other in _other_sizes(config):
-        if (saved := 1 - other.run.makespan / run.makespan) >= 0.01:
-            remedy = f"{keys} saves {100 * saved:.0f} % of a step"
-            break
+    auto = f"{LAYERS_KEY}=auto, " if ENGINES[config.pipeline.engine].auto_stages else ""
+    remedy = f"{auto}fewer stages or repeats, or more layers, may even it out"
     return f"stage {stage}, {100 * excess:.0f} % above the mean; {remedy}"
-
-
-def _other_sizes(config: Config) -> Iterator[tuple[str, PredictedStages]]:
-    """Yield the keys of sizes that maxpipe would choose, and what they cost."""
-    if ENGINES[config.pipeline.engine].auto_stages:
-        if config.pipeline.parallel_layers == config.model.stacked_layers:
-            for prediction in _candidates(config, memory_limit(config, None)):
-                yield f"{LAYERS_KEY}=auto", prediction
-    elif uniform := uniform_sizes(config):
-        yield f"{LAYERS_KEY}=[]", predict(config, uniform)
 
 
 def uniform_sizes(config: Config) -> list[int] | None:
@@ -187,7 +143,7 @@ def plan_stages(config: Config, limit: float) -> PredictedStages:
       ScheduleError: the schedule cannot be built.
     """
     predictions = _candidates(config, limit)
-    fitting = [p for p in predictions if _is_within(p, limit)]
+    fitting = [p for p in predictions if p.memory.max() <= limit]
     if not fitting:
         raise _does_not_fit(config, limit, predictions)
     # With several chunks per stage, balanced stages need not be the fastest.
@@ -199,32 +155,50 @@ def _candidates(config: Config, limit: float) -> list[PredictedStages]:
 
     An order that follows the times of units, which depend on the stages, may need more memory.
     """
+    sizes = _distribute(config, limit)
+    every = (uniform_sizes(config), sizes) if sizes else ()
+    return [predict(config, each) for each in every if each]
+
+
+def _distribute(config: Config, limit: float, *, by_memory: bool = False) -> list[int] | None:
+    """Distribute all layers over chunks so that the slowest, or fullest, stage has the least.
+
+    Return the chunk sizes, or None if nothing fits. The chunks of a stage are as equal as memory
+    allows.
+    """
     table, times = run_table(config), layer_times(config)
     weight = cache(StageMemory(config, table).bytes)
-    first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
+    ends = np.zeros((table.num_stages, 2))  # time that a stage takes besides its layers
+    ends[table.stage_of_chunk[0], 0] = times.first_layers
+    ends[table.stage_of_chunk[-1], 1] = times.head
 
-    def time(stage: int, first: int, sizes: Sizes) -> float:
-        count, ends = sum(sizes), times.head if stage == head_stage else 0.0
-        if stage == first_stage:
-            ends += times.first_layers
+    @cache
+    def chunks(stage: int, count: int) -> Sizes:
+        sizes = tuple(chunk_sizes(count, table.num_repeats, *(ends[stage] / times.layer)))
+        more = not by_memory and count > table.num_repeats
+        if more and weight(stage, chunks(stage, count - 1)) > limit:
+            return sizes  # with another layer it does not fit either
+        return lightened(sizes, partial(weight, stage), limit)
+
+    def cost(stage: int, first: int, count: int) -> float:
+        if count < table.num_repeats:
+            return inf
+        held = weight(stage, chunks(stage, count))
+        if by_memory or held > limit:
+            return held if by_memory else inf
         # A stage's chunks are not adjacent in the model: their layers count as average ones.
-        layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
-        return layers + ends
+        is_one = table.num_repeats == 1
+        layers = times.of_layers(first, count) if is_one else times.layer * count
+        return layers + float(ends[stage].sum())
 
-    def cost(stage: int, first: int, sizes: Sizes) -> float:
-        return time(stage, first, sizes) if weight(stage, sizes) <= limit else inf
-
-    sizes = _distribute(config, table, cost, weight, limit)
-    if sizes is None:
-        return []
-    predictions = [predict(config, sizes)]
-    if uniform := uniform_sizes(config):
-        predictions.insert(0, predict(config, uniform))
-    return predictions
-
-
-def _is_within(prediction: PredictedStages, limit: float) -> bool:
-    return bool((prediction.memory <= limit).all())
+    layers = balance_layers(cost, table.num_stages, config.pipeline.parallel_layers)
+    if layers is None:
+        return None
+    sizes = [0] * table.num_chunks
+    for stage, count in enumerate(layers):
+        for chunk, size in enumerate(chunks(stage, count)):
+            sizes[int(table.global_chunk(chunk, stage))] = size
+    return sizes
 
 
 def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Config:
@@ -239,7 +213,18 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Confi
     """
     config = with_unit_times(config)
     if config.pipeline.layers_per_stage == AUTO:
-        config = _with_stages(config, chip_bytes, note)
+        limit = memory_limit(config, chip_bytes)
+        try:
+            chosen, uniform = plan_stages(config, limit), uniform_sizes(config)
+        except ScheduleError as error:
+            # Every reason begins with its key.
+            raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
+        for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
+            note(line)
+        largest = max(chosen.sizes)
+        config = update(
+            config, {LAYERS_KEY: chosen.sizes, "pipeline.num_layers_per_stage": largest}
+        )
     if _follows_times(config) and config.pipeline.unit_times:
         note(_order_reason(config))
     return config
@@ -261,30 +246,16 @@ def _follows_times(config: Config) -> bool:
 
 def _order_reason(config: Config) -> str:
     """Return a line that compares the order that follows `unit_times` with the published one."""
-    published = run_table(update(config, {TIMES_KEY: []}))
     times = times_of_chunks(config)
     assert times is not None, "chosen before"
-    costs = Costs(*times)
-    before, now = (simulate(table, costs) for table in (published, run_table(config)))
+    before, now = (
+        simulate(run_table(each), Costs(*times)).makespan
+        for each in (update(config, {TIMES_KEY: []}), config)
+    )
     numbers = str(config.pipeline.unit_times).replace(" ", "")
     return (
-        f"{TIMES_KEY}={numbers}: a step of {config.pipeline.schedule} takes {now.makespan:.4g}, "
-        f"{before.makespan:.4g} in the published order; "
-        f"bubble {now.bubble_fraction:.1%}, {before.bubble_fraction:.1%}"
-    )
-
-
-def _with_stages(config: Config, chip_bytes: float | None, note: Note) -> Config:
-    limit = memory_limit(config, chip_bytes)
-    try:
-        chosen, uniform = plan_stages(config, limit), uniform_sizes(config)
-    except ScheduleError as error:
-        # Every reason begins with its key.
-        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
-    for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
-        note(line)
-    return update(
-        config, {LAYERS_KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)}
+        f"{TIMES_KEY}={numbers}: a step of {config.pipeline.schedule} takes {now:.4g}, "
+        f"{before:.4g} in the published order"
     )
 
 
@@ -293,85 +264,27 @@ def memory_limit(config: Config, chip_bytes: float | None) -> float:
     return GIB * config.pipeline.memory_limit_gib or chip_bytes or inf
 
 
-def of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
-    return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
-
-
-def _distribute(
-    config: Config,
-    table: Table,
-    cost: Callable[[int, int, Sizes], float],
-    weight: Callable[[int, Sizes], float],
-    limit: float,
-) -> list[int] | None:
-    """Distribute all layers by `balance_layers`; return the chunk sizes, or None if nothing fits.
-
-    The chunks of a stage are as equal as memory allows.
-
-    Args:
-      cost: returns the cost of a stage, infinite if its chunks do not fit; its arguments are the
-        stage, the first layer if it has one chunk, and the chunk sizes.
-      weight: returns the bytes of a stage with these chunk sizes.
-    """
-    total, times = config.pipeline.parallel_layers, layer_times(config)
-    first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
-
-    # Fewest layers of each stage that no split over its chunks made fit.
-    too_many: list[float] = [inf] * table.num_stages
-
-    @cache
-    def chunks(stage: int, layers: int) -> Sizes:
-        head = times.head / times.layer if stage == head_stage else 0.0
-        first = times.first_layers / times.layer if stage == first_stage else 0.0
-        sizes = tuple(chunk_sizes(layers, table.num_repeats, head, first))
-        if layers >= too_many[stage]:
-            return sizes
-        sizes = lightened(sizes, partial(weight, stage), limit)
-        if weight(stage, sizes) > limit:
-            too_many[stage] = layers
-        return sizes
-
-    def cost_of(stage: int, first: int, count: int) -> float:
-        return cost(stage, first, chunks(stage, count)) if count >= table.num_repeats else inf
-
-    layers = balance_layers(cost_of, table.num_stages, total)
-    if layers is None:
-        return None
-    sizes = [0] * table.num_chunks
-    for stage, count in enumerate(layers):
-        fitting = lightened(chunks(stage, count), partial(weight, stage), limit)
-        for chunk, size in enumerate(fitting):
-            sizes[int(table.global_chunk(chunk, stage))] = size
-    return sizes
+def of_stage(table: Table, sizes: Sequence[int], stage: int) -> Sizes:
+    return tuple(n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage)
 
 
 def _reasons(
     chosen: PredictedStages, uniform: PredictedStages | None, limit: float
 ) -> Iterator[str]:
     """Yield two lines: what was chosen and why."""
-    run, times = chosen.run, chosen.times
-    against = ""
-    if uniform and uniform.sizes == chosen.sizes:
-        against = "; no others are faster"
-    elif uniform:
-        longer = uniform.run.makespan / chosen.run.makespan - 1
-        against = f"; of uniform ones {uniform.slowest:.4g}, a step {longer:+.1%}"
-        if (uniform.memory > limit).any():
-            against += " that does not fit"
     sizes = str(chosen.sizes).replace(" ", "")
-    yield (
-        f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
-        f"a microbatch{against}"
-    )
-    forward, backward = (
-        " ".join(f"{time:.4g}" for time in of_stages) for of_stages in chosen.times_of_stages
-    )
+    line = f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer"
+    if uniform and uniform.sizes != chosen.sizes:
+        longer = uniform.run.makespan / chosen.run.makespan - 1
+        line += f"; a step of uniform ones {longer:+.1%}"
+        line += " that does not fit" * bool(uniform.memory.max() > limit)
+    yield line
+    forward, backward = (" ".join(f"{t:.4g}" for t in times) for times in chosen.times_of_stages)
     memory = " ".join(f"{count / GIB:.3g}" for count in chosen.memory)
-    if limit != inf:
-        memory += f" of {limit / GIB:.3g}"
+    memory += f" of {limit / GIB:.3g}" * (limit != inf)
     yield (
-        f"predicted by stage: F {forward}, B {backward}, head {times.head:.3g}; "
-        f"bubble {run.bubble_fraction:.1%}; {memory} GiB a device"
+        f"predicted by stage: F {forward}, B {backward}, head {chosen.times.head:.3g}; "
+        f"bubble {chosen.run.bubble_fraction:.1%}; {memory} GiB a device"
     )
 
 
@@ -379,26 +292,15 @@ def _does_not_fit(
     config: Config, limit: float, predictions: Sequence[PredictedStages]
 ) -> ConfigError:
     """Return the error for a limit that is too low, also for these predictions."""
-    if predictions:
-        least = min(predictions, key=lambda p: float(p.memory.max()))
-        sizes, needed = least.sizes, least.memory.tolist()
-    else:
-        table = run_table(config)
-        weight = cache(StageMemory(config, table).bytes)
-        balanced = _distribute(
-            config, table, lambda s, first, sizes: weight(s, sizes), weight, limit
-        )
-        assert balanced is not None, "too few layers for the chunks"
-        sizes = balanced
-        needed = [weight(s, tuple(of_stage(table, sizes, s))) for s in range(table.num_stages)]
-    worst = int(np.argmax(needed))
+    if not predictions:
+        predictions = [predict(config, _distribute(config, limit, by_memory=True))]
+    least = min(predictions, key=lambda p: float(p.memory.max()))
+    worst, needed = int(least.memory.argmax()), float(least.memory.max())
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
-    excess = (needed[worst] - limit) / GIB
-    tried = " that was tried" if config.pipeline.num_repeats > 1 else ""
     message = (
-        f"no choice of stages{tried} fits {limit / GIB:.3g} GiB a device ({source}): "
-        f"with {str(sizes).replace(' ', '')} stage {worst} needs {needed[worst] / GIB:.3g} GiB "
-        f"by estimate, {excess:.3g} GiB too much"
+        f"no choice of stages that was tried fits {limit / GIB:.3g} GiB a device ({source}): "
+        f"with {str(least.sizes).replace(' ', '')} stage {worst} needs {needed / GIB:.3g} GiB "
+        f"by estimate, {(needed - limit) / GIB:.3g} GiB too much"
     )
     fitting = (ch for ch in memory_changes(config) if _would_fit(config, ch, limit))
     remedies = [words_of(changes) for changes in islice(fitting, MOST_REMEDIES)]
@@ -413,6 +315,6 @@ def _would_fit(config: Config, changes: Updates, limit: float) -> bool:
         changed = resolve(update(config, changes), devices, config.compile.num_slices)
         if not ENGINES[changed.pipeline.engine].auto_stages:
             return False
-        return any(_is_within(p, limit) for p in _candidates(changed, limit))
+        return any(p.memory.max() <= limit for p in _candidates(changed, limit))
     except (ConfigError, ScheduleError):  # a CSV file has a fixed number of microbatches
         return False

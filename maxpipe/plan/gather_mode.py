@@ -16,7 +16,7 @@ from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.phases import unfit_rules
-from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, fullest_stage_bytes
+from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, predict
 from maxpipe.plan.device_parameters import axis_rules
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import on_platform
@@ -94,7 +94,8 @@ def needed_bytes(config: Config, tpu: Tpu | None) -> float:
     config = on_platform(config, "tpu") if tpu else config
     # A run has chosen its stages before; a caller that only asks what a file would do has not.
     config = choose_stages(update(config, {LIMIT_KEY: 0}), None, ignore_note)
-    return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
+    stages = predict(with_gather_mode(config, tpu), on_tpus=tpu is not None)
+    return float(stages.memory.max())
 
 
 def _held(config: Config, mode: str) -> str:

@@ -3,7 +3,7 @@
 What a stage costs depends on which layers it holds: those with a window take less time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import permutations
 from math import inf
@@ -24,8 +24,7 @@ def balance_layers(
       total: layers to distribute.
 
     Returns:
-      Numbers that add up to `total`, or None if every choice has a stage that cannot hold its
-      layers.
+      Numbers that add up to `total`; None if every choice has a stage that cannot hold its layers.
     """
 
     @cache
@@ -71,24 +70,21 @@ def balance_layers(
     return [-n for n in spread(0, total)[1]]
 
 
-def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0, first: float = 0.0) -> list[int]:
+def chunk_sizes(layers: int, num_chunks: int, first: float = 0.0, last: float = 0.0) -> list[int]:
     """Distribute a stage's layers over its chunks, at least one each and otherwise evenly.
 
-    The first chunks get more where the layers do not divide.
-
-    Args:
-      layers: the stage's layers, at least as many as chunks.
-      num_chunks: number of the stage's chunks.
-      last: work of its last chunk besides its layers, in layers.
-      first: the same for its first chunk.
+    The first chunks get more where the layers do not divide. `first` and `last` are the work of the
+    first and the last chunk besides their layers, in layers.
     """
     assert layers >= num_chunks
+    work = [1.0] * num_chunks
+    work[0] += first
+    work[-1] += last
     sizes = [1] * num_chunks
-    extra = [first] + [0.0] * (num_chunks - 1)
-    extra[-1] += last
     for _ in range(layers - num_chunks):
-        least = min(range(num_chunks), key=lambda c: sizes[c] + extra[c])
+        least = work.index(min(work))
         sizes[least] += 1
+        work[least] += 1
     return sizes
 
 
@@ -98,23 +94,16 @@ def lightened(
     """Move layers between a stage's chunks, one by one, until it weighs at most the limit.
 
     If it cannot, return sizes that no such move makes lighter; of two chunks, the lightest ones.
-
-    Args:
-      sizes: layers of each chunk, at least one.
-      weight: returns what the stage weighs; convex in the sizes.
-      limit: what the stage may weigh.
+    What the stage weighs is convex in the sizes, each of which stays at least one.
     """
-    least = weight(sizes)
-    while least > limit:
-        lightest = min(_moves(sizes), key=weight, default=sizes)
-        if weight(lightest) >= least:
+    while weight(sizes) > limit:
+        moves = (
+            tuple(n - (c == source) + (c == target) for c, n in enumerate(sizes))
+            for source, target in permutations(range(len(sizes)), 2)
+            if sizes[source] > 1
+        )
+        lightest = min(moves, key=weight, default=sizes)
+        if weight(lightest) >= weight(sizes):
             break
-        sizes, least = lightest, weight(lightest)
+        sizes = lightest
     return sizes
-
-
-def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the sizes after each move of one layer to another chunk."""
-    for source, target in permutations(range(len(sizes)), 2):
-        if sizes[source] > 1:
-            yield tuple(n - (c == source) + (c == target) for c, n in enumerate(sizes))

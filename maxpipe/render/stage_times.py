@@ -11,7 +11,6 @@ from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
 from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan, plan_text
-from maxpipe.pipeline.layout import build_layout
 from maxpipe.plan.auto_stages import (
     PredictedStages,
     memory_limit,
@@ -62,7 +61,7 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     if config.pipeline.layers_per_stage == AUTO:
         chosen = plan_stages(config, limit)
     else:
-        chosen = predict(config, build_layout(config).chunk_sizes)
+        chosen = predict(config)
     predictions = [chosen]
     if uniform and uniform.sizes != chosen.sizes:
         predictions.append(uniform)
@@ -118,7 +117,7 @@ def _stage(prediction: PredictedStages, stage: int) -> str:
 def _uniform_against(uniform: PredictedStages, chosen: PredictedStages, limit: float | None) -> str:
     run = uniform.run
     text = (
-        f"{uniform.layers[0]} layers each: makespan {run.makespan:.6g} "
+        f"{sum(of_stage(run.table, uniform.sizes, 0))} layers each: makespan {run.makespan:.6g} "
         f"({run.makespan / chosen.run.makespan - 1:+.1%}), "
         f"bubble {run.bubble:.4g} ({run.bubble_fraction:.1%}), slowest stage {uniform.slowest:.4g}"
     )

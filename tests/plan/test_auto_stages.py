@@ -189,7 +189,7 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
     }
     config = config_of(**values)
     needs = max(plan_stages(config, inf).memory)
-    assert [plan_stages(config, share * needs).layers for share in (1.0, 0.95, 0.8)] == [
+    assert [plan_stages(config, share * needs).sizes for share in (1.0, 0.95, 0.8)] == [
         [4, 4, 4, 4],
         [3, 5, 4, 4],
         [3, 4, 5, 4],
@@ -227,9 +227,7 @@ def test_slowest_stage_is_named_with_what_helps():
         return slowest_stage(config_of(2, **small, **{"pipeline.layers_per_stage": sizes}))
 
     assert line([3, 3]) == ""
-    better = "stage 1, .* above the mean; pipeline.layers_per_stage=auto saves "
-    assert re.match(better, line([1, 5]))
-    assert re.match("stage 1, .* fewer stages", line([1, 1], **{"model.vocab_size": 512}))
+    assert re.match("stage 1, .* above the mean; pipeline.layers_per_stage=auto, ", line([1, 5]))
 
 
 def chosen(config, chip_bytes=None):
@@ -245,18 +243,18 @@ def test_the_choice_is_said_with_its_reason():
     assert choice.startswith(
         f"pipeline.layers_per_stage={str(sizes).replace(' ', '')}: the slowest stage takes "
     )
-    assert re.search(
-        r" forwards of a layer a microbatch; of uniform ones [0-9.]+, a step \+[0-9.]+%$", choice
-    )
+    assert re.search(r" forwards of a layer; a step of uniform ones \+[0-9.]+%$", choice)
     assert f"F {' '.join(map(str, sizes))}, B " in prediction
     assert "of 14.9 GiB a device" in prediction
     assert chosen(config) == (config, [])
-    assert chosen(config_of(**{"model.vocab_size": 64}))[1][0].endswith("; no others are faster")
+    assert chosen(config_of(**{"model.vocab_size": 64}))[1][0].endswith(" forwards of a layer")
 
 
 def test_the_key_goes_before_the_chip():
     limited = config_of(**{"pipeline.memory_limit_gib": 1e-6})
-    with pytest.raises(ConfigError, match=r"fits 1e-06 GiB a device \(pipeline.memory_limit_gib\)"):
+    with pytest.raises(
+        ConfigError, match=r"tried fits 1e-06 GiB a device \(pipeline.memory_limit_gib\)"
+    ):
         choose_stages(limited, 16e9, print)
 
 

@@ -65,7 +65,7 @@ def test_chunks_of_a_stage_are_even():
         (4, 3, 9.0, [2, 1, 1]),
         (3, 3, 0.0, [1, 1, 1]),
     ):
-        assert chunk_sizes(layers, chunks, last) == sizes, (layers, chunks)
+        assert chunk_sizes(layers, chunks, last=last) == sizes, (layers, chunks)
 
 
 @given(

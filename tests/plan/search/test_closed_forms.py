@@ -9,7 +9,7 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import load_schedule
-from maxpipe.plan.auto_stages import fullest_stage_bytes
+from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import KEY as GATHER_MODE
@@ -202,7 +202,7 @@ def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_large
         if config.pipeline.engine == "scheduled":
             known = estimate(chosen, machine.tpu).total
         else:
-            known = fullest_stage_bytes(chosen, on_tpus=True)
+            known = predict(chosen, on_tpus=True).memory.max()
         assert own.memory == pytest.approx(known, rel=0.01), keys
         even = {"model.num_layers": 4 * most, "pipeline.layers_per_stage": [most] * 4}
         seconds = float(priced(schedule, even)[1].seconds.step)
