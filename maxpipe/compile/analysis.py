@@ -23,9 +23,9 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import chip_for, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.estimate import Bounds, estimate, step_bounds
 from maxpipe.plan.footprint import on_platform
-from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.jaxpr_flops import BranchRuns, every_time, program_flops
 from maxpipe.plan.search.memory import Memory
 

@@ -10,9 +10,8 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.values import words_of
 from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.plan.choices import GATHER, needed_bytes, with_gather_mode
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.gather_mode import KEY as GATHER
-from maxpipe.plan.gather_mode import needed_bytes, with_gather_mode
 from maxpipe.plan.layer_times import first_layers, layer_times
 from maxpipe.plan.memory_changes import memory_changes
 

@@ -47,8 +47,8 @@ from maxpipe.devices.chips import (
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.auto_stages import run_table
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
-from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.search.patterns import units_in_flight
 

@@ -10,7 +10,6 @@ from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 
 KEY = "pipeline.fsdp_prefetch"
-IDLE_SHARE = 0.5  # whole weights and cheap values are held if a step takes less of a device
 
 
 def changes_step(
@@ -26,21 +25,15 @@ def changes_step(
     """
     is_split = engine.has_stages and size("fsdp") > 1
     if engine.is_differentiated:
-        return is_split or bool(sharing_axes(size, repeats))
+        # Such a loop sums gradients in each iteration over devices with the same weights but
+        # different tokens. Over context XLA sums once where a stage has several repeats, whose
+        # gradients are parts of one array.
+        axes = BATCH_AXES if repeats == 1 else ROW_AXES
+        return is_split or any(size(axis) > 1 for axis in axes if axis != "fsdp")
     if engine.lockstep:  # each stage has a part of the head
         return is_split or size("stage") > 1
     # Units that are programs of their own cast weights for themselves.
     return is_split or (not engine.one_program and casts)
-
-
-def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
-    """Return the mesh axes along which a differentiated loop sums gradients in each iteration.
-
-    Devices along them have the same weights but different tokens. Over context XLA sums once where
-    a stage has several repeats, whose gradients are parts of one array.
-    """
-    axes = BATCH_AXES if repeats == 1 else ROW_AXES
-    return [axis for axis in axes if axis != "fsdp" and size(axis) > 1]
 
 
 def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> bool:
@@ -52,33 +45,19 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
       tpu: the device's chip; None if it is not a TPU or an unknown one.
       note: function called with the decision and its reason if there is a choice.
     """
-    if not _can_gather_in_steps(config):
+    pipeline, ring = config.pipeline, config.mesh.size("fsdp")
+    by_layer = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
+    can = ENGINES[pipeline.engine].takes(KEY) and not (pipeline.gathers_whole or by_layer)
+    if not can or ring == 1:
         return False
-    if config.pipeline.fsdp_prefetch != "auto":
-        return config.pipeline.fsdp_prefetch == "true"
+    if pipeline.fsdp_prefetch != "auto":
+        return pipeline.fsdp_prefetch == "true"
     # Simulated devices have nothing to overlap; GPUs overlap an all-gather with computation anyway.
     if tpu is None:
         return False
-    ring = config.mesh.size("fsdp")
-    if ring > tpu.longest_ring:
-        note(
-            f"{KEY}=false: mesh axis fsdp has {ring} devices, and steps are chosen for up to "
-            f"{tpu.longest_ring} on this chip; compile with true to compare"
-        )
-        return False
+    does = ring <= tpu.longest_ring
     note(
-        f"{KEY}=true: transfers between the {ring} devices of mesh axis fsdp run during computation"
+        f"{KEY}={str(does).lower()}: mesh axis fsdp has {ring} devices, and steps are chosen for "
+        f"up to {tpu.longest_ring} on this chip"
     )
-    return True
-
-
-def _can_gather_in_steps(config: Config) -> bool:
-    """Return whether the engine has weights to gather, and can do it in steps."""
-    pipeline = config.pipeline
-    gathers_layer_by_layer = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
-    return (
-        ENGINES[pipeline.engine].takes(KEY)
-        and not pipeline.gathers_whole
-        and not gathers_layer_by_layer
-        and config.mesh.size("fsdp") > 1
-    )
+    return does

@@ -14,8 +14,8 @@ from maxpipe.config.sections import Config
 from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.devices.mesh import num_slices
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.footprint import on_platform
-from maxpipe.plan.gather_mode import with_gather_mode
 
 _MOST_KNOBS = 3
 _KERNELS = ("attention", "rotation", "gating")

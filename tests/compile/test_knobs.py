@@ -5,8 +5,8 @@ import pytest
 from maxpipe.compile.knobs import gains, knobs
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, Tpu
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.gather_mode import with_gather_mode
 
 POLICY = "pipeline.remat_policy"
 WRITTEN = replace(

@@ -12,25 +12,24 @@ from maxpipe.config.options import update
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.plan import gather_mode
+from maxpipe.plan import choices
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.gather_mode import with_gather_mode
 
-KEY = gather_mode.KEY
+KEY = choices.GATHER
 MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
 CIRCULAR = {
     "pipeline.engine": "circular",
     "pipeline.schedule": "circular",
     "pipeline.num_microbatches": 4,
 }
-EXPERT_SUMS = "gradients over expert once a step"
 REPEATS = CIRCULAR | {"pipeline.num_repeats": 8, "model.num_layers": 16}
 
 
 @pytest.fixture
 def no_memory_is_idle(monkeypatch):
     """Whole weights may take a small share of a device alone."""
-    monkeypatch.setattr(gather_mode, "IDLE_SHARE", 0.0)
+    monkeypatch.setattr(choices, "IDLE_SHARE", 0.0)
 
 
 def decided(device=V5P, **values):
@@ -41,16 +40,23 @@ def decided(device=V5P, **values):
 
 
 def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
-    for values, mode, what in (
-        ({}, "once", "gradients"),
-        (REPEATS, "per_repeat", "gradients of the repeats at work"),
-        (MPMD, "once", "gradients"),
+    """Without split weights, too, where units would prepare them or sum gradients in each."""
+    whole = {"mesh.ici.fsdp": 1}
+    data, experts = {"mesh.ici.data": 2}, {"mesh.ici.expert": 2, "model.moe.experts": 4}
+    for values, mode in (
+        ({}, "once"),
+        (REPEATS, "per_repeat"),
+        (MPMD, "once"),
+        (whole | CIRCULAR | data, "per_repeat"),
+        (whole | CIRCULAR | {"mesh.ici.context": 2}, "per_repeat"),
+        (whole | CIRCULAR | experts, "per_repeat"),
+        (whole | REPEATS | data | {"mesh.ici.context": 2}, "per_repeat"),
+        (whole | {"mesh.ici.data": 4}, "once"),
+        (whole | MPMD | {"model.dtype": "bfloat16"}, "once"),
     ):
         decision, (note,) = decided(**values)
         assert decision == mode, (values, mode)
-        assert note.startswith(
-            f"pipeline.fsdp_gather={mode}: whole weights and {what} take 0.00 GiB"
-        )
+        assert note.startswith(f"pipeline.fsdp_gather={mode}: {mode} takes 0.00 GiB more")
         assert note.endswith(" of a device's 95 GiB"), (values, mode)
 
 
@@ -58,12 +64,12 @@ def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
 def test_auto_gathers_per_iteration_where_memory_is_short(monkeypatch):
     for limit, value in (("MEMORY_SHARE", -1.0), ("ROOM", 1e-9)):
         with monkeypatch.context() as context:
-            context.setattr(gather_mode, limit, value)
+            context.setattr(choices, limit, value)
             for values in ({}, CIRCULAR):
                 mode, (note,) = decided(**values)
                 assert mode == "per_iteration"
                 assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
-                assert "would take 0.00 GiB more, a step" in note
+                assert " takes 0.00 GiB more than per_iteration, a step" in note
 
 
 def more(mode, **values):
@@ -77,11 +83,11 @@ def more(mode, **values):
 
 
 def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch):
-    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", 0.5 * more("once"))
+    monkeypatch.setattr(choices, "MEMORY_SHARE", 0.5 * more("once"))
     tpu = tpu_of([V5P])
     whole = estimate(config_of(**{KEY: "once"}), tpu).total / tpu.memory
     for share, expected in ((1.01 * whole, "once"), (0.99 * whole, "per_iteration")):
-        monkeypatch.setattr(gather_mode, "IDLE_SHARE", share)
+        monkeypatch.setattr(choices, "IDLE_SHARE", share)
         assert decided()[0] == expected
 
 
@@ -105,7 +111,7 @@ def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
     """Of the circular engine in the way that holds less, between slices only once a step."""
 
     def chosen(share, **values):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
+        monkeypatch.setattr(choices, "MEMORY_SHARE", share)
         return decided(**values)[0]
 
     once = more("once")
@@ -123,44 +129,8 @@ def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
     extra = more("once", **REPEATS)
     slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
     for factor, mode in ((1.01, "once"), (0.99, "per_repeat")):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * extra)
+        monkeypatch.setattr(choices, "MEMORY_SHARE", factor * extra)
         assert with_gather_mode(slices, tpu_of([V5P])).pipeline.fsdp_gather == mode
-
-
-def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole():
-    for values, mode, what in (
-        (CIRCULAR | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a step"),
-        (
-            CIRCULAR | {"mesh.ici.data": 2, "mesh.ici.context": 2},
-            "per_repeat",
-            "gradients over data, context once a step",
-        ),
-        (CIRCULAR | {"mesh.ici.expert": 2, "model.moe.experts": 4}, "per_repeat", EXPERT_SUMS),
-        (REPEATS | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a step"),
-        (
-            REPEATS | {"mesh.ici.data": 2, "mesh.ici.context": 2},
-            "per_repeat",
-            "gradients over data once a step",  # over context XLA does so in any mode
-        ),
-    ):
-        decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
-        assert decision == mode, (values, mode)
-        assert note.startswith(
-            f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, a "
-        )
-
-
-def test_auto_is_once_without_split_weights_where_units_would_prepare_them():
-    for values, what in (
-        ({"mesh.ici.data": 4}, "weights of the head, whole all step long, take 0.00 GiB more, a "),
-        (
-            MPMD | {"model.dtype": "bfloat16"},
-            "weights in bfloat16, cast once a step, take 0.00 GiB more, a ",
-        ),
-    ):
-        decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
-        assert decision == "once", (values, what)
-        assert note.startswith(f"pipeline.fsdp_gather=once: {what}"), (values, what)
 
 
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided():

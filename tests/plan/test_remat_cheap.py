@@ -12,9 +12,10 @@ from maxpipe.compile.topology import devices_of
 from maxpipe.config import ConfigError
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.plan.choices import CHEAP as KEY
+from maxpipe.plan.choices import computes_cheap_again, with_remat_cheap
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.layer_costs import saving_of
-from maxpipe.plan.remat_cheap import KEY, computes_cheap_again, with_remat_cheap
 from maxpipe.plan.search.block import sizes_of_configuration
 
 SEVERAL = {"model.num_layers": 8}  # four on each of two stages

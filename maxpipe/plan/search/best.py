@@ -13,7 +13,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.slices import num_chips
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.search.block import block_of_configuration, has_closed_form
 from maxpipe.plan.search.candidate import Candidate, Row, fits, loss_of, with_reasons
 from maxpipe.plan.search.facts import Facts

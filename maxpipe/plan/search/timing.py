@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.plan.choices import computes_cheap_again
 from maxpipe.plan.layer_costs import LayerCosts
 from maxpipe.plan.links import LinkCosts, joint, link_costs
 from maxpipe.plan.number import FLOAT32, Number, Seconds
-from maxpipe.plan.remat_cheap import computes_cheap_again
 from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import Machine
