@@ -282,7 +282,6 @@ MISTAKES = {
     "SMALL --memory-margin 100%": "expected a share below 100%",
     "SMALL --write nowhere/best.yml": "there is no directory nowhere",
     "SMALL --json plan --html ./plan": "--html: would replace ./plan, which --js",
-    "SMALL --no-compile --compile 2": "--compile: not allowed with argument --no-compile",
     "SMALL --compile 2": "--compile: there is no compiler at hand for cpu:4",
     "SMALL --fix pipeline.num_repeat=1": "unknown key",
     "SMALL --try optimizer.name=adamw,lion": "the plan searches mesh.ici.data",

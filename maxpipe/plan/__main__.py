@@ -122,14 +122,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of a device's memory that closed forms leave free (10%%)",
     )
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument(
+    parser.add_argument(
         "--compile",
         type=number_flag(int, 0),
         metavar="N",
         help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
-    compiling.add_argument(
+    parser.add_argument(
         "--no-compile",
         action="store_const",
         const=0,
