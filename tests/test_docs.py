@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -40,9 +39,8 @@ from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
 from maxpipe.supervise.council import Status
 from maxpipe.supervise.failure import FAILED
-from maxpipe.supervise.progress import STATUS_FILE
+from maxpipe.supervise.process import HUNG, STATUS_FILE
 from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
-from maxpipe.supervise.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -133,7 +131,9 @@ def place(tmp_path_factory, compiled_once):
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
         shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
-        (directory / "runs" / "base" / STATUS_FILE).write_text(json.dumps(asdict(Status("trains"))))
+        (directory / "runs" / "base" / STATUS_FILE).write_text(
+            json.dumps(Status("trains")._asdict())
+        )
         for name in COMPARED:
             shutil.copytree(directory / "runs" / "base", directory / "runs" / name)
         yield directory

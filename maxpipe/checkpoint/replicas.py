@@ -16,7 +16,7 @@ is dropped; the run continues from the one before it, or from the disk.
 A step can be restored if every process has it. So the two newest replicas are kept: while some
 processes are still writing one, all of them have the previous one. The older of the two is removed
 only when all processes have reported that they have the newer one, and so have their partners,
-which bring it back after the loss of a host (see `maxpipe.supervise.partner`). Until then no new
+which bring it back after the loss of a host (see `maxpipe.supervise.memory`). Until then no new
 replica is begun. A replica that some process could not write is removed in all of them, with a
 warning only: a run does not depend on replicas, but on its checkpoints on disk.
 """

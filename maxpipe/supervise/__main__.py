@@ -13,22 +13,20 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.comparison.recorded import METRICS, last_step
-from maxpipe.config.cli import check_flags, exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import emit, printable
 from maxpipe.devices.cluster import find_place
 from maxpipe.storage.records import Damaged, read_record
 from maxpipe.supervise.council import Policy, Status
-from maxpipe.supervise.progress import STATUS_FILE
+from maxpipe.supervise.process import STATUS_FILE
 from maxpipe.supervise.supervisor import supervise
 from maxpipe.telemetry.writers import unsaved_rows
 
@@ -40,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Supervise a command or show a status, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:end])
+    options, command = _parser().parse_args(words[:end]), words[end + 1 :]
     check_flags(options, "status")
-    command = words[end + 1 :]
     if options.status:
         for line in status(Path(options.status)):
             print(printable(line))
@@ -64,29 +61,21 @@ def status(run: Path) -> list[str]:
     try:
         known, silent = read_record(file, Status), time.time() - file.stat().st_mtime
     except (Damaged, FileNotFoundError):
-        message = (
-            f"no supervisor has written {file}, or it is damaged: RUN_DIR is "
-            "<output_dir>/<run_name> of a run under maxpipe supervise"
-        )
+        message = f"no supervisor has written {file}, or it is damaged: RUN_DIR is "
+        message += "<output_dir>/<run_name> of a run under maxpipe supervise"
         raise ConfigError(Problem("--status", message)) from None
     state = known.state
-    has_ended = state.startswith("has ended")
-    if silent > SILENT_SECONDS and not has_ended:
+    if silent > SILENT_SECONDS and not state.startswith("has ended"):
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
-    steps = committed_steps(run / "checkpoints")
     step: int | str = last_step(run / METRICS)
     if (apart := unsaved_rows(run / METRICS)).exists():
         step = last_step(apart) or "none since it went back"
     last_end = f"; the last attempt: {known.last_end}" if known.last_end else ""
-    members = [
-        f"{index} on {host}" + " (waits)" * (index in known.waiting)
-        for index, host in sorted(known.members.items())
-    ]
     return [
-        f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
-        f"processes   {', '.join(members)}",
+        f"run         {run}: {state}",
+        f"processes   {', '.join(f'{i} on {host}' for i, host in sorted(known.members.items()))}",
         f"step        {step}",
-        f"checkpoint  {max(steps, default='none')}",
+        f"checkpoint  {max(committed_steps(run / 'checkpoints'), default='none')}",
         f"restarts    {known.restarts}{last_end}",
     ]
 
@@ -96,42 +85,25 @@ def _log(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    policy = Policy()
     parser = argparse.ArgumentParser(
         prog="python -m maxpipe.supervise",
         description="Keep a training run going over losses of processes and hosts.",
         usage="%(prog)s [options] -- COMMAND ...\n       %(prog)s --status RUN_DIR",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--status", metavar="RUN_DIR", help="show members, step, last checkpoint and restarts")
-    text = "in a row; an attempt of half an hour begins a new one (default: %(default)s)"
-    add(
-        "--max-restarts", type=_at_least_0(int), default=policy.max_restarts, metavar="N", help=text
-    )
-    text = "before the first restart, doubled for each that follows (default: %(default)g)"
-    add(
-        "--pause",
-        type=_at_least_0(float),
-        default=policy.pause_seconds,
-        metavar="SECONDS",
-        help=text,
-    )
-    text = "for supervisors of other hosts to come, or to come back (default: %(default)g)"
-    add(
-        "--wait", type=_at_least_0(float), default=policy.wait_seconds, metavar="SECONDS", help=text
-    )
+    text = "show members, step, last checkpoint and restarts"
+    parser.add_argument("--status", metavar="RUN_DIR", help=text)
+    restarts, pause, wait = Policy()
+    for flag, kind, default, unit, text in (
+        ("--max-restarts", int, restarts, "N", "in a row; half an hour of training begins anew"),
+        ("--pause", float, pause, "SECONDS", "before the first restart, then doubled each time"),
+        ("--wait", float, wait, "SECONDS", "for supervisors of other hosts to come, or come back"),
+    ):
+        text += " (default: %(default)g)"
+        parser.add_argument(
+            flag, type=number_flag(kind, 0), default=default, metavar=unit, help=text
+        )
     return parser
-
-
-def _at_least_0(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 <= (number := kind(text)) < math.inf:
-                return number
-        raise argparse.ArgumentTypeError(f"{text} is no {kind.__name__} of at least 0")
-
-    return parse
 
 
 if __name__ == "__main__":

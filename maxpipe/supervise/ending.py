@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from maxpipe.config.terminal import last_acts
 
@@ -18,20 +19,14 @@ LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has
 _LAST_ACTS_SECONDS = 5.0
 _KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
-Announce = Callable[[int, str], None]
+# Functions that tell other processes the code and the reason with which this one leaves.
+announcers: list[Callable[[int, str], None]] = []
+# Threads that use a library which Python's exit would tear down; `run_command` skips it for them.
+left_behind: list[threading.Thread] = []
 
-_left_behind: list[threading.Thread] = []
-_announcers: list[Announce] = []
-
-
-@contextmanager
-def announcing(announce: Announce) -> Iterator[None]:
-    """Let `leave` tell other processes its code and reason, within the context."""
-    _announcers.append(announce)
-    try:
-        yield
-    finally:
-        _announcers.remove(announce)
+# Lets writing fail: Ctrl-C ends the `tee` of a pipe as well, a terminal may be gone, and Python may
+# have no such stream.
+saying_if_possible = partial(suppress, OSError, ValueError, AttributeError)
 
 
 def leave(code: int, reason: str = "") -> None:
@@ -42,11 +37,8 @@ def leave(code: int, reason: str = "") -> None:
     the run receive it and end with the same code.
     """
     threads = [threading.Thread(target=_finish, name="end", daemon=True)]
-    if reason:
-        threads += [
-            threading.Thread(target=announce, args=(code, reason), name="announce", daemon=True)
-            for announce in _announcers
-        ]
+    for announce in announcers if reason else []:
+        threads.append(threading.Thread(target=announce, args=(code, reason), daemon=True))
     for thread in threads:
         thread.start()
     until = time.monotonic() + _LAST_ACTS_SECONDS
@@ -73,7 +65,7 @@ def run_command(main: Callable[[], int]) -> None:
         code = FAILED
     if code == FAILED:
         leave(FAILED)
-    if isinstance(code, int) and any(thread.is_alive() for thread in _left_behind):
+    if isinstance(code, int) and any(thread.is_alive() for thread in left_behind):
         if is_one_of_several():
             try:
                 # Waits for the others like Python's exit; an error does not change the code there.
@@ -82,21 +74,6 @@ def run_command(main: Callable[[], int]) -> None:
                 traceback.print_exc()
         leave(code)
     raise SystemExit(code)
-
-
-@contextmanager
-def saying_if_possible() -> Iterator[None]:
-    """Suppress errors of writing to a stream that is closed or has no reader.
-
-    Ctrl-C ends the `tee` of a pipe as well, and a terminal may be gone.
-    """
-    with suppress(OSError, ValueError, AttributeError):  # the last if Python has no such stream
-        yield
-
-
-def leave_behind(thread: threading.Thread) -> None:
-    """Let `run_command` skip Python's exit, which would tear down a library that a thread uses."""
-    _left_behind.append(thread)
 
 
 def is_one_of_several() -> bool:

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import jax
 
@@ -22,9 +22,9 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervise.ending import FAILED, LOST, announcing, leave, saying_if_possible
+from maxpipe.supervise.ending import FAILED, LOST, announcers, leave, saying_if_possible
+from maxpipe.supervise.process import HUNG
 from maxpipe.supervise.signals import PREEMPTED
-from maxpipe.supervise.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
 
 
@@ -49,9 +49,7 @@ _KINDS = {CONFIG_ERROR: "config error", PREEMPTED: "stopped", HUNG: "hung", LOST
 _REASON = "maxpipe/end"  # key in the coordination service: exit code, and why the run ends
 _FAILED_ALIKE = "maxpipe/failed"  # a barrier
 _POLL_SECONDS = 1.0
-_BARRIER_TIMEOUT_MS = 7_000
-_BARRIER_WITH_STUCK_MS = 3_000
-_BARRIER_ALIKE_MS = 4_000
+_BARRIER_MS = 3_500  # `leave` gives all last acts 5 s
 
 
 @contextmanager
@@ -64,22 +62,16 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
 
     With `ends_process=False`, errors of a run with one process are left to the caller.
     """
+    is_one_of_several = processes.count() > 1
     try:
-        with _listening(), ending_with_lost_process():
+        with _listening() if is_one_of_several else nullcontext(), ending_with_lost_process():
             yield
-    except ConfigError as error:
-        if processes.count() == 1:
-            raise
-        with saying_if_possible():
-            print_problems(error)
-        _end_all(CONFIG_ERROR, error)
     except Exception as error:
-        is_one_of_several = processes.count() > 1
         if not is_one_of_several and not (ends_process and isinstance(error, EXPLAINED)):
             raise
         _print(error)
         if is_one_of_several:
-            _end_all(FAILED, error)
+            _end_all(CONFIG_ERROR if isinstance(error, ConfigError) else FAILED, str(error))
         raise SystemExit(FAILED) from None
 
 
@@ -93,31 +85,29 @@ def ending_with_lost_process() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if processes.count() == 1 or (cause := _cause_in_jax(error)) is None:
+        cause: BaseException | None = error
+        while cause is not None and not _is_of_jax(cause):
+            cause = cause.__cause__
+        if processes.count() == 1 or cause is None:
             raise
         is_own = isinstance(cause, MemoryTooSmall) or str(cause).startswith(_OWN_FAULTS)
         # While this waits, JAX may end the process, or the listener may with another one's reason,
         # compared to which this error would say nothing.
-        is_alike = not is_own and _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS)
+        is_alike = not is_own and _meet(_FAILED_ALIKE)
         _print(error)
         if is_alike:
             leave(FAILED)
-        _end_all(FAILED if is_own else LOST, error)
+        _end_all(FAILED if is_own else LOST, str(error))
 
 
 def _print(error: Exception) -> None:
     with saying_if_possible():
-        if isinstance(error, EXPLAINED):
+        if isinstance(error, ConfigError):
+            print_problems(error)
+        elif isinstance(error, EXPLAINED):
             print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
-
-
-def _cause_in_jax(error: BaseException | None) -> BaseException | None:
-    """Return the JAX error that caused an error, such as the loss of a process, or None."""
-    while error is not None and not _is_of_jax(error):
-        error = error.__cause__
-    return error
 
 
 def _is_of_jax(error: BaseException) -> bool:
@@ -130,16 +120,14 @@ def _is_of_jax(error: BaseException) -> bool:
 @contextmanager
 def _listening() -> Iterator[None]:
     """End this process when another one posts a reason, even while it is in a collective."""
-    if processes.count() == 1:
-        yield
-        return
     closed = threading.Event()
     listener = threading.Thread(target=_listen, args=(closed,), name="ends", daemon=True)
     listener.start()
+    announcers.append(_announce)
     try:
-        with announcing(_announce):
-            yield
+        yield
     finally:
+        announcers.remove(_announce)
         closed.set()
         listener.join()  # the thread must not use JAX's client while it is torn down
 
@@ -155,42 +143,31 @@ def _listen(closed: threading.Event) -> None:
             print(f"\n{_KINDS.get(code, 'error')} in {reason}", file=sys.stderr, flush=True)
             if code in (HUNG, LOST):
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
-        _leave_together(code)
+        _meet(_REASON)
+        leave(code)
 
 
-def _end_all(code: int, error: Exception) -> None:
+def _end_all(code: int, reason: str) -> None:
     """Post why this process ends, and leave with the others."""
-    _post(code, str(error))
-    _leave_together(code)
-
-
-def _announce(code: int, reason: str) -> None:
-    """Post why this process is about to leave, and give the others time to read it."""
-    _post(code, reason)
-    # `leave` gives all last acts a few seconds: this one must be over by then whatever the code.
-    _meet(_REASON, _BARRIER_WITH_STUCK_MS)
-
-
-def _post(code: int, reason: str) -> None:
-    text = json.dumps((code, redacted(f"process {processes.index()}: {reason}")))
-    with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
-        coordinator().key_value_set(_REASON, text, allow_overwrite=True)
-
-
-def _leave_together(code: int) -> None:
-    """End this process once all have come here.
-
-    Otherwise the end of the first one would look like a lost process to the others.
-    """
-    # A process that hangs or is lost does not come.
-    _meet(_REASON, _BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
+    _announce(code, reason)
     leave(code)
 
 
-def _meet(name: str, timeout_ms: int) -> bool:
-    """Return whether all processes have come to a barrier in time."""
+def _announce(code: int, reason: str) -> None:
+    """Post why this process is about to leave, and wait until all know it.
+
+    Otherwise the end of the first one would look like a lost process to the others.
+    """
+    text = json.dumps((code, redacted(f"process {processes.index()}: {reason}")))
+    with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
+        coordinator().key_value_set(_REASON, text, allow_overwrite=True)
+    _meet(_REASON)
+
+
+def _meet(name: str) -> bool:
+    """Return whether all processes have come to a barrier in time; one that hangs does not."""
     try:
-        coordinator().wait_at_barrier(name, timeout_ms)
+        coordinator().wait_at_barrier(name, _BARRIER_MS)
         return True
     except jax.errors.JaxRuntimeError:
         return False

@@ -1,22 +1,244 @@
-"""Supervise a process from start to end: signals, deadlines, leases, an account of time."""
+"""Keep a process in hand from start to end: signals, deadlines, leases, an account of time.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+A trainer under a supervisor also tells it, in the file named by MAXPIPE_PROGRESS, how far it is,
+and learns from MAXPIPE_DOWNTIME how long its run was down. Imports no JAX.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import TelemetryConfig
-from maxpipe.supervise.memory import memory_of_process
-from maxpipe.supervise.progress import (
-    Downtime,
-    ProgressFile,
-    downtime_of_process,
-    progress_file_of_process,
-)
-from maxpipe.supervise.run_lease import RunLease
+from maxpipe.config.terminal import at_end
+from maxpipe.devices.cluster import Sizes, job_of_process
+from maxpipe.storage.lease import Lease, LeaseDirectory, LeasePlace, Owner, PlaceInUse, acquire
+from maxpipe.storage.local_files import write_atomically
+from maxpipe.storage.object_store import explained
+from maxpipe.storage.records import Damaged, parse_record, read_record
+from maxpipe.supervise.ending import leave, saying_if_possible
 from maxpipe.supervise.signals import Interruption
-from maxpipe.supervise.watchdog import Watchdog
 from maxpipe.telemetry.profiling import TimeAccount
+
+if TYPE_CHECKING:  # takes time to import, and most runs have none
+    from maxpipe.checkpoint.mirror import Mirror
+
+PROGRESS, DOWNTIME, MEMORY = "MAXPIPE_PROGRESS", "MAXPIPE_DOWNTIME", "MAXPIPE_MEMORY"
+STATUS_FILE = "supervisor.json"  # in the run's directory, written by supervisor 0
+HUNG = 124
+
+_WRITE_SECONDS = 1.0
+# Limit of a step after a request to stop, if earlier steps took less than a third of it.
+_HURRIED_SECONDS = 30.0
+_SLOWER = 3.0  # else this many times the slowest step before
+_POLL_SECONDS = 1.0  # costs less than waking the thread at every step
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trainer is."""
+
+    attempt: int = 0  # of its job
+    run: str = ""  # the run's directory, once it is known
+    step: int = 0  # number of finished steps; 0 before the first one of this process
+    at: float = 0.0  # when that step was finished, by the machine's clock
+    sizes: Sizes | None = None  # with which the run may go on, once they are known
+
+
+class ProgressFile:
+    """Writes the progress of this process for its supervisor; without one its calls do nothing."""
+
+    def __init__(
+        self, path: Path | None = None, attempt: int = 0, clock: Callable[[], float] = time.time
+    ):
+        self.is_read = path is not None
+        self._path, self._progress, self._clock = path, Progress(attempt), clock
+
+    def may_go_on(self, sizes: Sizes) -> None:
+        """Report with how many processes the run may go on."""
+        self._tell(replace(self._progress, sizes=sizes))
+
+    def run_directory(self, run: Path) -> None:
+        """Report the run's directory, once it exists."""
+        self._tell(replace(self._progress, run=str(run.resolve())))
+
+    def finished(self, step: int) -> None:
+        """Report that a step is finished; written once a second at most."""
+        now = self._clock()
+        if now - self._progress.at >= _WRITE_SECONDS:
+            self._tell(replace(self._progress, step=step, at=now))
+
+    def _tell(self, progress: Progress) -> None:
+        self._progress = progress
+        if self._path is not None:
+            # A failed write is no reason to stop training: the supervisor only knows less.
+            with suppress(OSError):
+                text = json.dumps(asdict(progress))
+                # Not durable: it is written between steps, and need not outlive the machine.
+                write_atomically(self._path, [text.encode()], durable=False)
+
+
+def read_progress(path: Path) -> Progress:
+    """Return the progress that a trainer has written, an empty one if it has not."""
+    with suppress(Damaged):
+        return read_record(path, Progress)
+    return Progress()
+
+
+def downtime_of_process() -> dict[str, float]:
+    """Return how long the run was down before this process, in seconds; empty if it was not.
+
+    `detection` is from the last step of the previous attempt to the end of its trainer, `restart`
+    from then to the start of this process.
+    """
+    with suppress(ValueError):
+        detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
+        return {"detection": detection, "restart": max(0.0, time.time() - ended)}
+    return {}
+
+
+class Watchdog:
+    """Ends the process with exit code 124 when it has made no progress for too long.
+
+    The stacks of all Python threads are written to standard error first, and the run's other
+    processes end as well. Inert until entered as a context manager; limits of 0 s are none.
+    """
+
+    def __init__(
+        self,
+        startup_seconds: float = 0,  # to the first `progress`
+        step_seconds: float = 0,  # from each to the next one
+        clock: Callable[[], float] = time.monotonic,  # stops while the machine sleeps
+    ):
+        self._step, self._clock = step_seconds, clock
+        self._closed = threading.Event()
+        self._since, self._last, self._before_step = clock(), "the start", False
+        self._allowed, self._key = startup_seconds, "telemetry.startup_deadline_seconds"
+        self._slowest_step = 0.0
+        self._hurried_at = math.inf
+
+    def __enter__(self) -> Self:
+        self._since = self._clock()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def progress(self, what: str, *, before_step: bool = True) -> None:
+        """Restart the clock after `what`, such as "step 12", which is named if the next is late.
+
+        Unless `before_step`, an evaluation or a save comes next.
+        """
+        now = self._clock()
+        if self._before_step:
+            self._slowest_step = max(self._slowest_step, now - self._since)
+        # The clock first: the thread that watches must not hold old times to new limits.
+        self._since = now
+        self._last, self._key = what, "telemetry.step_deadline_seconds"
+        self._before_step, self._allowed = before_step, self._step
+
+    def hurry(self) -> None:
+        """Shorten the limit of steps from now on, since the process was asked to stop.
+
+        Whoever asks may not wait for the deadline. Evaluations, saves and the first step keep it.
+        """
+        self._hurried_at = min(self._hurried_at, self._clock())
+
+    def overdue(self) -> str:
+        """Return why the process hangs; "" if it does not."""
+        key, allowed = self._key, self._allowed or math.inf
+        if self._before_step and self._hurried_at < math.inf:
+            passed = max(0.0, self._hurried_at - self._since)  # before the request
+            hurried = passed + max(_HURRIED_SECONDS, _SLOWER * self._slowest_step)
+            if hurried < allowed:
+                key, allowed = "asked to stop", hurried
+        if self._clock() - self._since <= allowed:
+            return ""
+        return f"nothing has happened for {allowed:.4g} s since {self._last} ({key})"
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_SECONDS):
+            if reason := self.overdue():
+                stream = sys.__stderr__ or sys.stderr
+                with saying_if_possible():
+                    what = f"\nhung: {reason}; stacks of all threads follow, exit code {HUNG}"
+                    print(what, file=stream, flush=True)
+                    faulthandler.dump_traceback(stream, all_threads=True)
+                leave(HUNG, reason)
+
+
+class RunLease:
+    """Leases of a run's directory, then of its mirror; without leases its calls do nothing."""
+
+    def __init__(self, leases: Sequence[Lease] = ()):
+        self._leases = leases
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether `check` would raise."""
+        return any(lease.is_lost for lease in self._leases)
+
+    def check(self) -> None:
+        """Raise `LeaseLost` if a renewal has found a place gone or with another owner; cheap."""
+        for lease in self._leases:
+            lease.check()
+
+    def verify(self) -> None:
+        """Look at the directory now, rather than trust the last renewal; raises as `check`."""
+        for lease in self._leases[:1]:
+            lease.verify()
+        self.check()
+
+
+@contextmanager
+def own_run(
+    root: Path, mirror: "Mirror | None", job: tuple[str, int], log: Callable[[str], None]
+) -> Iterator[RunLease]:
+    """Own a run's directory and mirror, and release both at the end of the context or process.
+
+    A directory that is made here is removed at the end if it is empty.
+
+    Raises:
+      ConfigError: a live process owns one of them, or it cannot be written to.
+    """
+    owner = Owner.this_process(*job)
+
+    def own(place: LeasePlace) -> Lease:
+        try:
+            lease = acquire(place, owner, log)
+        except PlaceInUse as error:
+            remedy = "wait until it has ended, stop it, or choose another run_name"
+            raise ConfigError(Problem("run_name", f"{error}: {remedy}")) from None
+        stack.enter_context(at_end(lease.release))
+        return lease
+
+    with ExitStack() as stack:
+        for missing in reversed([path for path in (root, *root.parents) if not path.exists()]):
+            stack.callback(_remove_if_empty, missing)
+        try:
+            leases = [own(LeaseDirectory(root))]
+        except OSError as error:
+            message = f"cannot write to {root}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+        if mirror is not None:
+            with explained(mirror.url, "checkpoint.mirror", "written to"):
+                leases.append(own(mirror.lease_place()))
+        yield RunLease(leases)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
 
 
 @dataclass(frozen=True)
@@ -29,7 +251,7 @@ class Supervision:
     lease: RunLease = field(default_factory=RunLease)
     owns_process: bool = True  # the run may end it; false in a program that calls the run
     progress: ProgressFile = field(default_factory=ProgressFile)
-    downtime: Downtime = field(default_factory=Downtime)
+    downtime: Mapping[str, float] = field(default_factory=dict)  # see `downtime_of_process`
     memory: Path | None = None  # the supervisor's directory in memory
 
     def finished_step(self, step: int) -> None:
@@ -43,14 +265,14 @@ class Supervision:
 def supervise_process(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
+    path, memory = os.environ.get(PROGRESS), os.environ.get(MEMORY)
     with Interruption(watchdog.hurry) as interruption, watchdog:
         yield Supervision(
             interruption,
             watchdog,
-            TimeAccount(),
-            progress=progress_file_of_process(),
+            progress=ProgressFile(Path(path) if path else None, job_of_process()[1]),
             downtime=downtime_of_process(),
-            memory=memory_of_process(),
+            memory=Path(memory) if memory else None,
         )
 
 
@@ -62,4 +284,4 @@ def supervise_in_program() -> Iterator[Supervision]:
     would end a hang. In a thread other than the main one, signals are left to the program.
     """
     with Interruption(ends_process=False) as interruption:
-        yield Supervision(interruption, time=TimeAccount(), owns_process=False)
+        yield Supervision(interruption, owns_process=False)

@@ -12,11 +12,9 @@ import secrets
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import follow_references, locate, read_files, read_overrides
@@ -30,7 +28,7 @@ SECRET = "MAXPIPE_SECRET"
 CALLER, LISTENER = "caller", "listener"
 
 _PROOF_SECONDS = 5.0
-_LETTERS = 64  # of a random number, and of a proof
+_BYTES = 32  # of a random number, and of a proof
 _ACCEPT_SECONDS = 0.2
 
 
@@ -61,18 +59,14 @@ def _secret_in(directory: Path) -> str:
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
         number, scratch = tempfile.mkstemp(prefix=path.name, dir=directory)  # the user's alone
-        try:
-            with os.fdopen(number, "w") as file:
-                file.write(secrets.token_hex(32))
-            with suppress(FileExistsError):  # another supervisor was faster
-                os.link(scratch, path)
-        finally:
-            os.unlink(scratch)
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & 0o77:
-            raise PermissionError(errno.EPERM, f"others may read {path}, or own it")
-        secret = file.read(1000)
+        with os.fdopen(number, "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another supervisor was faster
+            os.link(scratch, path)
+        os.unlink(scratch)
+    status, secret = path.stat(), path.read_text()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o77:
+        raise PermissionError(errno.EPERM, f"others may read {path}, or own it")
     if not secret:
         raise OSError(errno.EINVAL, f"{path} is empty")
     return secret
@@ -83,12 +77,8 @@ def _output_dir(command: Sequence[str]) -> Path | None:
 
     Variants need not be known here, so the configuration is not checked.
     """
-    starts = [
-        i
-        for i, word in enumerate(command, 1)
-        if word == "maxpipe.train" or (word == "train" and "maxpipe" in command[i - 2])
-    ]
-    words = command[starts[0] :] if starts else []
+    trains = [i for i, word in enumerate(command) if word in ("maxpipe.train", "train")]
+    words = command[trains[0] + 1 :] if trains else []
     file = next(filter(names_config, words), None)
     if file is None:
         return None
@@ -103,110 +93,86 @@ def _output_dir(command: Sequence[str]) -> Path | None:
     return Path(setting.raw.text)
 
 
-class Unproved(ConnectionError):
-    """The other side has not proved that it knows the secret."""
-
-
 def prove(connection: socket.socket, secret: str, side: str) -> None:
     """Prove a secret to the other side as `CALLER` or `LISTENER`, and see that it knows it too.
 
     Raises:
-      Unproved: it does not, within a few seconds.
+      ConnectionError: it does not, or says nothing for a few seconds.
     """
-    until = time.monotonic() + _PROOF_SECONDS
-    own = secrets.token_hex(_LETTERS // 2).encode()
-    try:
+
+    def proof(of: str, first: bytes, second: bytes) -> bytes:
+        return hmac.digest(
+            os.fsencode(secret), f"maxpipe {of} ".encode() + first + second, "sha256"
+        )
+
+    own, is_known = secrets.token_bytes(_BYTES), False
+    with suppress(OSError, EOFError):
         connection.settimeout(_PROOF_SECONDS)
         connection.sendall(own)
-        other = _receive(connection, until)
+        other = _receive(connection)
         if side == CALLER:
-            connection.sendall(_proof(secret, CALLER, own, other))
-        expected = _proof(secret, LISTENER if side == CALLER else CALLER, other, own)
-        if not hmac.compare_digest(_receive(connection, until), expected):
-            raise Unproved("another secret")
-        if side == LISTENER:
-            connection.sendall(_proof(secret, LISTENER, own, other))
-    except OSError as error:
-        raise Unproved(str(error)) from error
+            connection.sendall(proof(CALLER, own, other))
+        expected = proof(LISTENER if side == CALLER else CALLER, other, own)
+        is_known = hmac.compare_digest(_receive(connection), expected)
+        if is_known and side == LISTENER:
+            connection.sendall(proof(LISTENER, own, other))
+    if not is_known:
+        raise ConnectionError(
+            f"another program answers, or a supervisor with another output_dir or {SECRET}"
+        )
 
 
-def _proof(secret: str, side: str, own: bytes, other: bytes) -> bytes:
-    text = f"maxpipe {side} ".encode() + own + other
-    return hmac.new(os.fsencode(secret), text, "sha256").hexdigest().encode()
-
-
-def _receive(connection: socket.socket, until: float) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     received = b""
-    while len(received) < _LETTERS:
-        connection.settimeout(max(0.001, until - time.monotonic()))
-        piece = connection.recv(_LETTERS - len(received))
+    while len(received) < _BYTES:
+        piece = connection.recv(_BYTES - len(received))
         if not piece:
-            raise Unproved("closed")
+            raise EOFError
         received += piece
     return received
 
 
-class Listener:
-    """Accepts connections within a context, and passes on those whose callers prove a secret.
+@contextmanager
+def listening(
+    host: str,
+    port: int,
+    secret: Callable[[], str],
+    handle: Callable[[socket.socket, str], object],
+) -> Iterator[int]:
+    """Pass on connections whose callers prove a secret, within the context; yield the port.
 
     Args:
-      host: name or address of this machine by which others reach it; it listens only there.
+      host: name or address of this machine; only "localhost" is out of reach for other machines.
       port: port to listen at; 0 for any.
-      secret: function that returns the secret; None refuses everyone.
+      secret: function that returns the secret; "" refuses everyone.
       handle: function that receives a connection, to be closed by it, and the secret; called in a
         thread for each connection.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        secret: Callable[[], str | None],
-        handle: Callable[[socket.socket, str], object],
-    ):
-        self._secret, self._handle = secret, handle
-        self._socket = _listen(host, port)
-        self._socket.settimeout(_ACCEPT_SECONDS)
-        own_host, self.port = self._socket.getsockname()[:2]
-        # An address at which this machine itself reaches it.
-        self.own_host = "localhost" if own_host == "::" else own_host
-        self._closed = threading.Event()
+    def admit(connection: socket.socket) -> None:
+        with suppress(ConnectionError):
+            if known := secret():
+                prove(connection, known, LISTENER)
+                handle(connection, known)
+                return
+        connection.close()
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
+    def accept() -> None:
+        while not closed.is_set():
             try:
-                connection = self._socket.accept()[0]
-                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                connection = server.accept()[0]
+                threading.Thread(target=admit, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # none has come, or too many files or threads
-                self._closed.wait(_ACCEPT_SECONDS / 10)
+                closed.wait(_ACCEPT_SECONDS / 10)
 
-    def _admit(self, connection: socket.socket) -> None:
-        secret = self._secret()
-        try:
-            if secret is None:
-                raise Unproved("no secret")
-            prove(connection, secret, LISTENER)
-        except Unproved:
-            connection.close()
-        else:
-            self._handle(connection, secret)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the IPv4 address of a host, or else at all addresses."""
-    with suppress(OSError):  # behind a proxy the address is not this machine's
-        address = socket.gethostbyname(host)
-        # Its own /etc/hosts may give the name of a host an address that leads others elsewhere.
-        if not address.startswith("127.") or host in ("localhost", address):
-            return socket.create_server((address, port))
-    is_dual = socket.has_dualstack_ipv6()
+    closed, is_local = threading.Event(), host == "localhost"
+    is_dual = not is_local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+    place = host * is_local, port
+    with socket.create_server(place, family=family, dualstack_ipv6=is_dual) as server:
+        server.settimeout(_ACCEPT_SECONDS)
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            closed.set()

@@ -16,27 +16,21 @@ PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 
 _IGNORE = 1  # SIG_IGN of C
 
-
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def numbers_to_pass_on() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop what it has started.
-
-    SIGHUP, which comes when the terminal is closed, is one of them unless nohup made it ignored.
-    """
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.insert(0, signal.SIGHUP)
-    return numbers
+    """Return the signals that ask a process to stop what it has started."""
+    # SIGHUP comes when the terminal is closed, unless nohup has made it ignored.
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGHUP, signal.SIGTERM, signal.SIGINT][is_ignored:]
 
 
 @contextmanager
 def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Handle signals with a handler within the context; only the main thread can.
 
-    The previous handlers are restored in reverse order. So of `numbers_to_pass_on`, Ctrl-C, whose
-    previous handler raises, is the last to be replaced and the first to be restored.
+    Ctrl-C, whose previous handler raises, should be last: it is the first to be restored.
     """
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -54,41 +48,30 @@ def as_passed_on(number: int) -> int:
 class Interruption:
     """Asks the loop to stop after the current step; inert until it is entered as a context manager.
 
-    SIGTERM (exit code 75) and the first Ctrl-C (130) ask for it. A second Ctrl-C ends the process
-    at once, and so does either signal before `begin`, when there is nothing to save yet.
+    SIGTERM (exit code 75) and the first Ctrl-C (130) ask for it, and call `on_request` in another
+    thread. A second Ctrl-C ends the process at once, and so does either signal before `begin`, when
+    there is nothing to save yet; unless `ends_process`, they raise KeyboardInterrupt or SystemExit
+    in the main thread. In another thread, as in some notebooks, this stays inert and says so.
 
     Signals are read by a thread from a pipe, because Python's own handlers run in the main thread
     only, which may sit in a compilation or in a collective that never ends.
 
-    Only Python's main thread may handle signals. In another one, as in some notebooks, this stays
-    inert and says so.
-
     With several processes, a signal to one of them stops all. JAX's preemption service agrees on
     the step; it takes over SIGTERM, which `share_with_jax` takes back and passes on.
-
-    Args:
-      on_request: function called in another thread when a signal asks to stop.
-      ends_process: whether a signal may end the process at once, rather than raise
-        KeyboardInterrupt or SystemExit in the main thread.
     """
 
     def __init__(
         self, on_request: Callable[[], None] = lambda: None, *, ends_process: bool = True
     ) -> None:
-        self._on_request = on_request
-        self._ends_process = ends_process
+        self._on_request, self._ends_process = on_request, ends_process
         self._handler_of_jax: Callable[[int], None] | None = None
         self._signal: int | None = None
-        self._begun = False
-        self._listens = False
+        self._begun = self._listens = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            _print(
-                "signals are left alone, because the run is not in the main thread: neither "
-                "Ctrl-C nor SIGTERM saves before the end"
-            )
+            _print("signals are left alone in a thread: neither Ctrl-C nor SIGTERM saves first")
         elif not self._ends_process:
             # With several processes, JAX's preemption service already runs and handles SIGTERM.
             numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
@@ -127,10 +110,7 @@ class Interruption:
         self._begun = True
 
     def after(self, step: int) -> bool:
-        """Return whether to stop with `step` finished steps.
-
-        All processes call this at every step, and get the same answer.
-        """
+        """Return whether to stop with `step` finished steps, alike in all processes."""
         import jax
 
         if jax.process_count() == 1:
@@ -142,21 +122,22 @@ class Interruption:
     @property
     def exit_code(self) -> int:
         """Return 130 if this process got a Ctrl-C, otherwise 75."""
-        return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
+        return stop_code(self._signal)
 
     def _listen(self, read: int) -> None:
         with os.fdopen(read, "rb", buffering=0) as signals:
             while received := signals.read(1):
-                if received[0] in (signal.SIGTERM, signal.SIGINT):
-                    self._receive(received[0])
-
-    def _receive(self, number: int) -> None:
-        if not self._begun:
-            name = signal.Signals(number).name
-            _exit_now(number, f"{name} before the first step: nothing to save")
-        if number == self._signal == signal.SIGINT:
-            _exit_now(number, "stopped at once; the next start goes on from the last checkpoint")
-        self._ask(number)
+                number, why = received[0], ""
+                if number not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                if not self._begun:
+                    why = f"{signal.Signals(number).name} before the first step: nothing to save"
+                elif number == self._signal == signal.SIGINT:
+                    why = "stopped at once, without a save"
+                if why:
+                    _print(why)
+                    leave(stop_code(number), why)
+                self._ask(number)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread of a program."""
@@ -171,18 +152,17 @@ class Interruption:
         self._on_request()
         if self._handler_of_jax is not None:
             self._handler_of_jax(signal.SIGTERM)
-        again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
         name = signal.Signals(number).name
-        _print(f"{name}: finishing the step and saving; {again} stops at once")
+        _print(f"{name}: finishing the step and saving; Ctrl-C twice stops at once")
+
+
+def stop_code(number: int | None) -> int:
+    """Return the exit code of a run that a signal has asked to stop."""
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def _do_nothing(number: int, frame: object) -> None:
     """Do nothing: the interpreter writes to the pipe only if a Python handler exists."""
-
-
-def _exit_now(number: int, why: str) -> None:
-    _print(why)
-    leave(INTERRUPTED if number == signal.SIGINT else PREEMPTED, why)
 
 
 def _print(text: str) -> None:

@@ -29,8 +29,8 @@ from maxpipe.devices.cluster import Sizes, whole_of_process, whole_variable
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import hindrance_of
 from maxpipe.plan.auto_stages import choose_stages
-from maxpipe.supervise.ending import leave_behind
-from maxpipe.supervise.progress import ProgressFile
+from maxpipe.supervise.ending import left_behind
+from maxpipe.supervise.process import ProgressFile
 from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import LOAD, holds, write
@@ -129,7 +129,7 @@ def compile_ahead(
             log(f"{those} is not compiled ahead, only when it is needed: {error}")
 
     thread = threading.Thread(target=work, name="ahead", daemon=True)
-    leave_behind(thread)
+    left_behind.append(thread)
     thread.start()
 
 

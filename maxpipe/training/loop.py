@@ -303,7 +303,7 @@ def run_and_close(run: Session, train: Callable[[], int]) -> int:
                 run.checkpointer.close()
 
     def account_for_time() -> None:
-        seconds, down = supervision.time.seconds(), supervision.downtime.to_dict()
+        seconds, down = supervision.time.seconds(), supervision.downtime
         run.recorder.time_account(run.step, seconds, down)
 
     with ExitStack() as ending:  # the last one added is closed first, and all are

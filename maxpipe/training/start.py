@@ -50,8 +50,7 @@ from maxpipe.devices.xla_flags import advice
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.supervise.failure import MemoryTooSmall, failing_fast
-from maxpipe.supervise.process import Supervision
-from maxpipe.supervise.run_lease import RunLease, own_run
+from maxpipe.supervise.process import RunLease, Supervision, own_run
 from maxpipe.telemetry.console import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder

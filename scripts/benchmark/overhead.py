@@ -51,7 +51,7 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
     """
     from maxpipe.checkpoint.arrays import named_leaves
     from maxpipe.checkpoint.digest import digests
-    from maxpipe.supervise.watchdog import Watchdog
+    from maxpipe.supervise.process import Watchdog
     from maxpipe.training.batches import batch_digest
 
     case = make_case(STEP, SIZE, 1)

@@ -90,7 +90,6 @@ def measure_ratio(blocks: int, every: int) -> None:
     size = shard_bytes(trainer.abstract_canonical(), 0)
     position = np.zeros((rows, 3), np.int64)
     with shared_memory() as memory, tempfile.TemporaryDirectory() as run:
-        assert memory is not None, "there is no /dev/shm"
         replicas = Replicas(memory, Path(run), every)
         checkpointer = Checkpointer(Path(run), config.checkpoint, replicas=replicas)
 

@@ -15,9 +15,9 @@ SLACK = 30  # to that word, on a busy machine
 PATIENT_FOR_A_MOMENT = """
 import sys
 from maxpipe import train
-from maxpipe.supervise import watchdog
+from maxpipe.supervise import process
 
-watchdog._HURRIED_SECONDS = 3.0
+process._HURRIED_SECONDS = 3.0
 sys.exit(train.main(sys.argv[1:]))
 """
 

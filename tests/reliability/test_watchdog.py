@@ -6,12 +6,12 @@ import time
 import pytest
 from helpers.training_process import command, run
 
-from maxpipe.supervise import watchdog
-from maxpipe.supervise.watchdog import HUNG, Watchdog
+from maxpipe.supervise import process as process_module
+from maxpipe.supervise.process import HUNG, Watchdog
 
 HANGS = """
 import time
-from maxpipe.supervise.watchdog import Watchdog
+from maxpipe.supervise.process import Watchdog
 
 with Watchdog(0.3):
     time.sleep(20)
@@ -83,7 +83,7 @@ def test_watchdog_says_which_deadline_is_over(limits, acts, reason):
 
 def test_watchdog_looks_every_second_until_it_is_closed(monkeypatch):
     left, looks = [], []
-    monkeypatch.setattr(watchdog, "leave", lambda *words: left.append(words))
+    monkeypatch.setattr(process_module, "leave", lambda *words: left.append(words))
     monkeypatch.setattr(Watchdog, "overdue", lambda self: looks.append(time.monotonic()))
     with Watchdog(0.1):
         time.sleep(1.5)

@@ -5,34 +5,31 @@ import signal
 import pytest
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervise.council import Council, Policy, verdict
-from maxpipe.supervise.messages import (
+from maxpipe.supervise import council as module
+from maxpipe.supervise.council import (
+    Council,
     End,
     Ended,
     Finish,
     Joined,
+    Policy,
     Save,
     Start,
     Stopping,
+    verdict,
 )
-from maxpipe.supervise.progress import Progress
+from maxpipe.supervise.process import Progress
 
 
 class Supervised:
     """A council of some supervisors, and what it has said."""
 
     def __init__(self, count=2, **policy):
-        self.now = 0.0
+        self.now = 1.0
         self.log = []
         self.progress = Progress()
         self.council = Council(
-            count,
-            Policy(**policy),
-            "job",
-            free_port=lambda: 7,
-            progress=lambda: self.progress,
-            log=self.log.append,
-            clock=lambda: self.now,
+            count, Policy(**policy), "job", lambda: self.progress, self.log.append, lambda: self.now
         )
         self.count = count
 
@@ -59,6 +56,11 @@ class Supervised:
         self.now += seconds
         self.progress = Progress(self.council.status.attempt, at=1.0)
         self.council._look()
+
+
+@pytest.fixture(autouse=True)
+def _port(monkeypatch):
+    monkeypatch.setattr(module, "free_port", lambda: 7)
 
 
 @pytest.fixture
@@ -111,21 +113,16 @@ def test_council_says_once_whom_it_waits_for():
     run = Supervised(20)
     run.join(0, 1, *range(5, 20))
     assert run.orders(after=5) == []
-    assert run.council.status.state == "waits for process 2, 3, 4"
     assert run.log == []
     for _ in range(3):
         run.orders(after=20)
-    assert run.log == ["waits for process 2, 3, 4"]
-    many = Supervised(1000)
-    many.join(0)
-    assert many.council.status.state == "waits for process 1, 2, 3, 4, 5, 6, 7, 8 and 991 more"
+    assert run.log == [run.council.status.state] == ["waits for process 2, 3, 4"]
 
 
 @pytest.mark.parametrize(
     ("member", "count", "why"),
     [
-        (1, 3, "the supervisors count 2 and 3 processes"),
-        (2, 2, "there is no process 2 of 2"),
+        (2, 3, "the supervisors count 2 and 3 processes"),
         (1, 2, "process 1 has a supervisor already, on host1: give each its own JAX_PROCESS_ID"),
     ],
 )
@@ -172,7 +169,7 @@ def test_council_restarts_all_after_a_pause(run, code):
     first = run.council.status.attempt
     run.trained(0)
     ended = run.end((0, code), (1, 134))
-    assert ended == [End(first, 1800.0 if code == 75 else 2.0)]
+    assert ended == [End(1800.0 if code == 75 else 2.0)]
     assert run.orders(after=3) == []
     (start,) = run.orders(after=1)
     assert start.attempt > first == start.previous
@@ -253,7 +250,7 @@ def test_council_asked_to_stop_in_a_pause_finishes_with_the_signal_s_code(run, n
 
 def test_council_that_loses_a_supervisor_ends_the_others_and_waits_for_it(run):
     run.council.lose(1)
-    assert run.orders() == [End(run.council.status.attempt, 2.0)]
+    assert run.orders() == [End(2.0)]
     assert run.end((0, 134)) == []
     assert run.orders(after=100) == []
     assert [type(order) for order in run.join(1)] == [Start]
@@ -357,8 +354,9 @@ def test_council_puts_a_waiting_host_in_the_place_of_a_lost_one_at_once(shrunk):
 
 def test_council_grows_at_a_clean_point_when_a_host_has_come_back_to_stay(shrunk):
     assert shrunk.join(3) == []
+    assert shrunk.log[-1] == "process 3 on host3 has joined, and waits: the others have gone on"
     assert shrunk.orders(after=4.5) == []
-    assert shrunk.orders(after=1) == [Save(shrunk.council.status.attempt)]
+    assert [type(order) for order in shrunk.orders(after=1)] == [Save]
     assert shrunk.orders(after=1) == [], "it asks once"
     restarts = shrunk.council.status.restarts
     orders = shrunk.end((0, 75), (1, 75))
@@ -442,7 +440,7 @@ def test_council_whose_fewer_processes_cannot_run_waits_for_more(code):
     run.end((0, code), (1, code))
     (start,) = run.orders(after=62)
     assert start.members == (0, 1), "once more, without a step that was compiled ahead"
-    assert run.end((0, code), (1, code))[-1:] == [End(start.attempt, 60.0)]
+    assert run.end((0, code), (1, code))[-1:] == [End(60.0)]
     assert f"exit code {code} before a step" in " ".join(run.log)
     assert run.orders(after=500) == [], "neither 2 nor 1 of them"
     (start,) = run.join(3)
@@ -454,8 +452,7 @@ def test_council_whose_fewer_processes_have_trained_ends_with_their_error(shrunk
 
 
 def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others():
-    before = elastic()
-    sizes = before.council._roster.sizes
+    sizes = Sizes((1, 2), 60.0, "whole")
     run = Supervised(4, wait_seconds=600)
     run.join(0)
     for member in (1, 2):
@@ -474,14 +471,4 @@ def test_council_believes_sizes_of_process_0_s_trainer_against_the_others():
     for attempt, counts in ((1, (1, 2)), (run.council.status.attempt, (2,))):  # 1: an earlier one
         run.progress = Progress(attempt, sizes=Sizes((2,), 60.0, "whole"))
         run.council.take_orders()
-        assert run.council._roster.sizes.counts == counts
-
-
-def test_council_shows_and_says_which_hosts_wait(shrunk):
-    assert shrunk.council.status.waiting == [2]
-    shrunk.join(3)
-    assert shrunk.council.status.waiting == [2, 3]
-    assert shrunk.log[-1] == "process 3 on host3 has joined, and waits: the others have gone on"
-    shrunk.orders(after=6)
-    shrunk.end((0, 75), (1, 75))
-    assert shrunk.council.status.waiting == []
+        assert run.council._sizes.counts == counts

@@ -81,11 +81,11 @@ def test_run_command_that_failed_leaves_at_once(left, capsys, main, printed):
 
 
 def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb(left, monkeypatch):
-    monkeypatch.setattr(ending, "_left_behind", [])
+    monkeypatch.setattr(ending, "left_behind", [])
     goes_on = threading.Event()
     thread = threading.Thread(target=goes_on.wait, args=(60,))
     thread.start()
-    ending.leave_behind(thread)
+    ending.left_behind.append(thread)
     with pytest.raises(SystemExit, match="left"):
         run_command(lambda: 75)
     goes_on.set()

@@ -6,7 +6,7 @@ import pytest
 from maxpipe.config import ConfigError, load
 from maxpipe.config.elastic import Hosts
 from maxpipe.devices.cluster import WHOLE, Sizes, whole_variable
-from maxpipe.supervise.progress import ProgressFile, read_progress
+from maxpipe.supervise.process import ProgressFile, read_progress
 from maxpipe.training.elastic import fit_hosts, fit_next
 
 WORDS = ("mesh.ici.stage=1", "mesh.ici.fsdp=1", "data.global_batch_size=64")

@@ -188,7 +188,7 @@ def test_keep_origin_removes_files_of_an_earlier_start_and_leaves_directories(co
 
 WITHOUT = {
     ("maxpipe.training.run_directory", "maxpipe.checkpoint.mirror"): ("jax",),
-    ("maxpipe.storage.lease", "maxpipe.supervise.run_lease"): ("jax",),
+    ("maxpipe.storage.lease", "maxpipe.supervise.process"): ("jax",),
     ("maxpipe.tokenize",): ("jax",),
     ("maxpipe.data.loader",): ("jax", "grain", "tokenizers"),
     ("maxpipe.checkpoint.manager", "maxpipe.checkpoint.reader"): ("orbax", "tensorstore"),

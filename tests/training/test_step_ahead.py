@@ -15,7 +15,7 @@ from maxpipe.config import ConfigError, load, replace, resolve
 from maxpipe.config.elastic import Hosts
 from maxpipe.devices.cluster import WHOLE, whole_variable
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.supervise.progress import ProgressFile
+from maxpipe.supervise.process import ProgressFile
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.elastic import (
     OPTIONS,
