@@ -78,7 +78,7 @@ def test_train_whose_tokenizer_cannot_be_written_leaves_nothing_in_the_way(
         full.setattr(corpus_module, "write_atomically", write)
         with pytest.raises(SystemExit):
             tokenize.main(words)
-    assert f"cannot write {out}: No space left on device" in capsys.readouterr().err
+    assert f"cannot write to {out}: No space left on device" in capsys.readouterr().err
     assert not any(out.parent.iterdir())
     assert tokenize.main(words) == 0
 

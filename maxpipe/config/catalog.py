@@ -388,7 +388,7 @@ SOURCES: dict[str, DataSource] = {
         _SOURCES + "parquet:parquet", suffixes=(".parquet",), summary="columns of parquet files"
     ),
     "python_help": DataSource(
-        _SOURCES + "python_help:python_help",
+        _SOURCES + "chat:python_help",
         needs_path=False,
         version=_SOURCES + "text:version_of_stdlib",
         is_chat=True,

@@ -75,7 +75,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     # Batches that were prefetched while the rows were printed must not count.
     for _ in range(config.data.prefetch + 1):
         next(loader)
-    print(measure(loader, config, seconds))
+    print(_measure(loader, config, seconds))
     loader.close()
 
 
@@ -86,8 +86,7 @@ def describe_row(
 
     Where not all of a row is learned, what is learned stands between ⟦ and ⟧, or is green.
     """
-    segments = batch["segment_ids"][row]
-    tokens = batch["tokens"][row]
+    segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
     padding = int((segments == 0).sum())
     yield f"row {row}: {len(tokens)} tokens, {segments.max()} segments, {padding} of padding"
     for segment in range(1, segments.max() + 1):
@@ -106,21 +105,16 @@ def _marked(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer, colour: 
     before, after = (GREEN, RESET) if colour else ("⟦", "⟧")
     stretches = np.split(ids, np.flatnonzero(np.diff(weights != 0)) + 1)
     texts = [decode_all(tokenizer, stretch) for stretch in stretches]
-    is_learned = bool(weights[0])
-    marked = ""
-    for text in texts:
-        shown = repr(text)[1:-1]
-        marked += f"{before}{shown}{after}" if is_learned else shown
-        is_learned = not is_learned
-    return marked
+    shown = [repr(text)[1:-1] for text in texts]
+    first = int(weights[0] == 0)  # learned and other stretches take turns
+    shown[first::2] = [f"{before}{text}{after}" for text in shown[first::2]]
+    return "".join(shown)
 
 
-def measure(loader: "Iterator[Batch]", config: Config, seconds: float) -> str:
+def _measure(loader: "Iterator[Batch]", config: Config, seconds: float) -> str:
     """Return the loader's tokens per second and how well its rows are filled, as text."""
     began = time.perf_counter()
-    batches = 0
-    filled = 0  # tokens that are not padding
-    segments = 0
+    batches = filled = segments = 0  # `filled` tokens are not padding
     while not batches or time.perf_counter() - began < seconds:
         batch = next(loader)
         batches += 1
@@ -129,19 +123,13 @@ def measure(loader: "Iterator[Batch]", config: Config, seconds: float) -> str:
     rows = batches * config.data.global_batch_size
     tokens = rows * config.data.sequence_length
     elapsed = time.perf_counter() - began
+    workers = config.data.num_workers
+    how = f"data.num_workers={workers}" if workers else "a thread of this process"
     return (
-        f"{batches} batches in {elapsed:.1f} s: "
-        f"{tokens / elapsed:,.0f} tokens/s with {_workers(config)}\n"
+        f"{batches} batches in {elapsed:.1f} s: {tokens / elapsed:,.0f} tokens/s with {how}\n"
         f"packing efficiency {filled / tokens:.1%}: the share of tokens that are not padding\n"
         f"{segments / rows:.2f} segments a row, {filled / segments:.1f} tokens a segment"
     )
-
-
-def _workers(config: Config) -> str:
-    workers = config.data.num_workers
-    if workers:
-        return f"data.num_workers={workers}"
-    return "a thread of this process (data.num_workers=0)"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -78,9 +78,8 @@ class ChatTemplate:
         """Return a conversation as text in which the assistant's turns are targets, except those
         whose `weight` is 0.
 
-        Raises:
-          BadDocument: the template refuses the conversation, or nothing in it is learned.
-          ConfigError: the template does not show which text is the assistant's.
+        Raises BadDocument if the template refuses the conversation, or nothing in it is learned,
+        and ConfigError if the template does not show which text is the assistant's.
         """
         text = self._text(messages, tools)
         if _TAG.search(_COMMENT.sub("", self.source)):
@@ -230,10 +229,8 @@ def load_chat_template(
     value: str, tokenizer: str, cache_dir: str = "", date: str = ""
 ) -> ChatTemplate:
     """Return the chat template of a run, from `data.chat_template`, `data.tokenizer`,
-    `data.cache_dir` and `data.chat_date`.
-
-    Raises:
-      ConfigError: there is no template, it is invalid, or it does not write the given date.
+    `data.cache_dir` and `data.chat_date`; raises ConfigError if there is none, it is invalid, or it
+    does not write the given date.
     """
     files = template_files(tokenizer, cache_dir)
     if value == CHATML:
@@ -266,18 +263,14 @@ def is_chat(data: DataConfig) -> bool:
 
 
 def trained_template(data: DataConfig) -> ChatTemplate | None:
-    """Return the template of a run's conversations, None if it reads none; errors are those of
-    `load_chat_template`.
-    """
+    """Return the template of a run's conversations, None if it reads none."""
     if not is_chat(data):
         return None
     return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)
 
 
 def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
-    """Return the chat template in the files of a tokenizer or a model, None if there is none;
-    raises ConfigError if it cannot be read, or is invalid.
-    """
+    """Return the chat template in the files of a tokenizer or a model, None if there is none."""
     template = _template_of(files)
     if template is not None:
         template.check()
@@ -285,10 +278,8 @@ def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
 
 
 def put_chat_template(source: str, folder: Path) -> None:
-    """Write a template into a model's folder, for transformers, unless the folder has it already.
-
-    Other templates in the folder are removed: programs disagree on which of several counts. Raises
-    ConfigError if a file cannot be read, OSError if the folder cannot be written to.
+    """Write a template into a model's folder, for transformers, unless the folder has it already;
+    others are removed, since programs disagree on which of several counts.
     """
     present = _template_of([*folder.iterdir()])
     if present is not None and present.source == source:

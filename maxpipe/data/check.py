@@ -6,7 +6,8 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -29,22 +30,6 @@ NAMED = 10  # how many problems are printed
 _SECONDS_BETWEEN_REPORTS = 5
 
 
-@dataclasses.dataclass
-class Findings:
-    """What a scan of one split's documents counted, and messages about the first bad ones."""
-
-    documents: int = 0
-    empty: int = 0  # documents
-    tokens: int = 0
-    targets: int = 0  # tokens to predict
-    learned: int = 0  # of these
-    texts: int = 0  # documents that are no token ids
-    not_utf8: int = 0  # documents that cannot be read for this reason
-    bad: int = 0  # documents that cannot be read as text or token ids
-    fatal: int = 0  # other errors, which end a run even with data.on_bad_document=skip
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-
 def check(config: Config) -> int:
     """Read all documents of both splits, print what is wrong with them, and return `FOUND` if one
     would end a run of this configuration. Raises ConfigError if files are missing or unusable.
@@ -59,58 +44,63 @@ def check(config: Config) -> int:
         documents, _ = open_mixture(config.data, split, config.seed)
         encoder = encoder_of(config, documents, skips_bad=False)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
-        findings = _scan(documents, encoder, split, row)
+        found, problems = _scan(documents, encoder, split, row)
         skips = config.data.on_bad_document == "skip"
-        print(*_describe(split, findings, skips), sep="\n")
-        ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
-        ends_the_run |= findings.bad + findings.empty == findings.documents
+        print(*_describe(split, found, problems, skips), sep="\n")
+        ends_the_run |= bool(found["fatal"] or (found["bad"] and not skips))
+        ends_the_run |= found["bad"] + found["empty"] == found["documents"]
     return FOUND if ends_the_run else SOUND
 
 
 def _scan(
     documents: Documents, encoder: EncodedDocuments, split: Split, row: int | None
-) -> Findings:
+) -> tuple[Counter[str], list[str]]:
     """Read and encode each document of a split once; `row` is the number of tokens to which
-    training cuts a document.
+    training cuts a document. Returns what was counted, and messages about the first bad documents.
+
+    `tokens` are all of them, `targets` those to predict, and `learned` those of a weight. `texts`
+    are documents that are no token ids, `bad` those that cannot be read as one or the other, and
+    `fatal` those whose errors end a run even with data.on_bad_document=skip.
     """
-    findings = Findings(documents=len(documents))
+    found, problems = Counter(documents=len(documents)), list[str]()
     for index in _each(split, len(documents)):
         try:
             document = documents[index]
-            findings.texts += isinstance(document, str | MarkedText)
-            findings.empty += not len(document)
             encoded = encoder.encode(document)
-            findings.tokens += len(encoded.ids)
-            findings.targets += max(len(encoded.ids) - 1, 0)
-            findings.learned += int(np.count_nonzero(encoded.weights[1:][:row]))
         except ConfigError as error:
-            is_bad = isinstance(error, BadDocument)
-            findings.bad += is_bad
-            findings.fatal += not is_bad
+            found["bad" if isinstance(error, BadDocument) else "fatal"] += 1
             causes = (error.__cause__, error.__cause__ and error.__cause__.__cause__)
-            findings.not_utf8 += any(isinstance(cause, UnicodeDecodeError) for cause in causes)
-            findings.problems.append(str(error))
-            del findings.problems[NAMED:]
-    return findings
+            found["not UTF-8"] += any(isinstance(cause, UnicodeDecodeError) for cause in causes)
+            problems.append(str(error))
+            del problems[NAMED:]
+            continue
+        found["texts"] += isinstance(document, str | MarkedText)
+        found["empty"] += not len(document)
+        found["tokens"] += len(encoded.ids)
+        found["targets"] += max(len(encoded.ids) - 1, 0)
+        found["learned"] += int(np.count_nonzero(encoded.weights[1:][:row]))
+    return found, problems
 
 
-def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
+def _describe(
+    split: Split, found: Counter[str], problems: Sequence[str], skips: bool
+) -> Iterator[str]:
     """Yield lines about a split."""
-    empty = f", {findings.empty:,} of them empty" if findings.empty else ""
-    learned = f", {findings.learned:,} of them learned" * (findings.learned < findings.targets)
-    yield f"{split}: {findings.documents:,} documents{empty}; {findings.tokens:,} tokens{learned}"
-    if findings.texts or findings.not_utf8:
-        share = 1 - findings.not_utf8 / findings.documents
+    empty = f", {found['empty']:,} of them empty" if found["empty"] else ""
+    learned = f", {found['learned']:,} of them learned" * (found["learned"] < found["targets"])
+    yield f"{split}: {found['documents']:,} documents{empty}; {found['tokens']:,} tokens{learned}"
+    if found["texts"] or found["not UTF-8"]:
+        share = 1 - found["not UTF-8"] / found["documents"]
         shown = "100 %" if share == 1 else f"{100 * min(share, 0.9999):.2f} %"
         yield f"  {shown} of the documents are UTF-8"
-    yield from (f"  {problem}" for problem in findings.problems)
-    if more := findings.bad + findings.fatal - len(findings.problems):
+    yield from (f"  {problem}" for problem in problems)
+    if more := found["bad"] + found["fatal"] - len(problems):
         yield f"  and {more:,} more"
-    if findings.bad:
+    if found["bad"]:
         remedy = "data.on_bad_document=skip leaves them out"
-        yield f"  {findings.bad:,} cannot be read{'' if skips else ': the run would end'}; {remedy}"
-    if findings.fatal:
-        yield f"  {findings.fatal:,} would end the run with any data.on_bad_document"
+        yield f"  {found['bad']:,} cannot be read{'' if skips else ': the run would end'}; {remedy}"
+    if found["fatal"]:
+        yield f"  {found['fatal']:,} would end the run with any data.on_bad_document"
 
 
 def with_steps(loaded: Loaded) -> Loaded:

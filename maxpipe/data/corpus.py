@@ -17,6 +17,7 @@ from maxpipe.data.tokenizers import TOKENIZER_CONFIG
 from maxpipe.storage.local_files import write_atomically
 
 TEXT = "text"  # the source of files of no other kind
+_KINDS = ("jsonl", "parquet", "array_record", "token_bin")
 FILES = "FILES"  # the argument's name in messages
 HOLDS_TOKENS = "holds token ids already; give texts"
 END = "<|endoftext|>"
@@ -52,21 +53,13 @@ def find_corpus(
     cache_dir: str = "",
     sequence_length: int = DataConfig.sequence_length,
 ) -> Corpus:
-    """Return the corpus of files, directories, globs and URLs; file endings decide its kind.
-
-    Raises ConfigError if a word matches no file, or the files are of several kinds.
+    """Return the corpus of files, directories, globs and URLs, whose endings decide its kind;
+    raises ConfigError if a word matches no file, or the files are of several kinds.
     """
     path = ",".join(words)
     with naming_files():
         files = find_files(path, SOURCES[TEXT].suffixes, cache_dir)
-    endings = {
-        source: facts.suffixes
-        for source, facts in SOURCES.items()
-        if facts.needs_path
-        and any(facts.suffixes)
-        and source != TEXT
-        and not (facts.is_chat or facts.has_column)
-    }
+    endings = {name: SOURCES[name].suffixes for name in _KINDS}
     kinds: dict[str, str] = {}
     for file in files:
         kind = next((name for name, ends in endings.items() if file.lower().endswith(ends)), TEXT)
@@ -99,6 +92,10 @@ def naming_files() -> Iterator[None]:
         raise reworded(error, lambda p: replace(p, key=keys.get(p.key, p.key))) from error
 
 
+def unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(Problem(_OUT, f"cannot write to {out}: {error.strerror}"))
+
+
 def check_target(out: Path) -> None:
     """Raise ConfigError if a tokenizer cannot be written to `out`, or would replace one."""
     if out.suffix != ".json":
@@ -111,8 +108,7 @@ def check_target(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"cannot make {out.parent}: {error.strerror}"
-        raise ConfigError(Problem(_OUT, message)) from None
+        raise unwritable(out, error) from None
 
 
 def train_tokenizer(
@@ -160,6 +156,5 @@ def train_tokenizer(
     except OSError as error:
         with suppress(OSError):
             config_file.unlink()  # alone it would only keep `check_target` from another attempt
-        message = f"cannot write {out}: {error.strerror}"
-        raise ConfigError(Problem(_OUT, message)) from None
+        raise unwritable(out, error) from None
     return tokenizer.get_vocab_size(), counts[0], counts[1]

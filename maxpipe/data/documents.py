@@ -93,9 +93,7 @@ def read_text(path: str, start: int = 0, end: int | None = None, name: str = "")
 
 
 class FileDocuments:
-    """One document per UTF-8 text file, read on access; `originals` are the files that the user
-    knows, of which `paths` may be copies.
-    """
+    """A document per text file; `originals` are those that the user knows, `paths` maybe copies."""
 
     def __init__(self, paths: Sequence[str], originals: Sequence[str]):
         self._paths = paths
@@ -124,7 +122,7 @@ class Concatenation:
 
 
 class Subset:
-    """The documents at `indices` (int64, [n]) of other documents."""
+    """The documents at `indices` (int64 [n]) of others."""
 
     def __init__(self, documents: Documents, indices: np.ndarray):
         self._documents = documents
@@ -159,9 +157,8 @@ def is_mixed(config: DataConfig, split: Split) -> bool:
 
 
 def open_sources(config: DataConfig, split: Split) -> list[Documents]:
-    """Return the documents of one split for each source; a single source unless `is_mixed`.
-
-    Errors are those of `open_documents`; for a mixture the message names the entry.
+    """Return the documents of one split for each source, a single one unless `is_mixed`; errors are
+    those of `open_documents`.
     """
     if not is_mixed(config, split):
         return [open_documents(config, split)]
@@ -181,10 +178,9 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
     With `data.eval_path`, evaluation has all of its documents and training all of `data.path`'s.
     Raises ConfigError if files are missing or unusable, or the split would be empty.
     """
-    if not config.eval_path:
-        return split_documents(open_all(config), split, config.eval_fraction)
-    if split == "train":
-        return open_all(config)
+    if not config.eval_path or split == "train":
+        fraction = 0 if config.eval_path else config.eval_fraction
+        return split_documents(open_all(config), split, fraction)
     try:
         return open_all(replace(config, path=config.eval_path))
     except ConfigError as error:
@@ -192,8 +188,8 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
 
 
 def open_all(config: DataConfig) -> Documents:
-    """Return the documents of `data.source`, before any are held out; raises ConfigError if files
-    are missing or unusable, or there is no document.
+    """Return all documents of `data.source`; raises ConfigError if files are missing or unusable,
+    or there is no document.
     """
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
@@ -215,9 +211,8 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
         raise ConfigError(Problem("data.eval_fraction", message))
     if len(documents) < 2:
         raise path_error(
-            f"{len(documents)} document cannot serve both training and evaluation; "
-            "add documents, give a validation set with data.eval_path, or set "
-            "data.eval_fraction=0 eval.every=0"
+            "1 document cannot serve both training and evaluation; add documents, give a "
+            "validation set with data.eval_path, or set data.eval_fraction=0 eval.every=0"
         )
     hashes = np.empty(len(documents))
     for start in range(0, len(documents), _BLOCK):
@@ -248,11 +243,7 @@ class EncodedDocuments:
     """
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        skips_bad: bool = False,
+        self, documents: Documents, tokenizer: Tokenizer, vocab_size: int, skips_bad: bool = False
     ):
         self._documents = documents
         self._tokenizer = tokenizer
@@ -270,9 +261,9 @@ class EncodedDocuments:
         return skipped
 
     def __getitem__(self, index: int) -> Encoded:
-        """Return [begin..., tokens..., eos], all of them targets; empty if there are no tokens.
+        """Return [begin..., tokens..., eos], all of them targets, or nothing if it has no tokens; of a
+        `MarkedText` its own tokens, of which those that overlap one of its spans are targets.
 
-        A `MarkedText` has only its own tokens; those that overlap one of its spans are targets.
         Raises BadDocument for a document that is not to be skipped, and ConfigError for a token id
         outside the vocabulary.
         """
@@ -299,17 +290,14 @@ class EncodedDocuments:
         begin, eos = frame_of(self._tokenizer)
         start = [] if ids[: len(begin)].tolist() == begin else begin
         end = [] if ids[-1] == eos and ids.size + len(start) > 1 else [eos]
-        framed = np.concatenate(
-            [start, ids.astype(np.int32), end], dtype=np.int32, casting="unsafe"
-        )
+        framed = np.concatenate([start, ids, end], dtype=np.int32, casting="unsafe")
         return Encoded(framed, np.ones(len(framed), np.float32))
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if ids.max() >= self._vocab_size or ids.min() < 0:
             message = (
                 f"{self._vocab_size} is too small for the data: a document holds token ids "
-                f"{ids.min()} to {ids.max()}; raise it, check that data.tokenizer made these "
-                "tokens, or leave such documents out"
+                f"{ids.min()} to {ids.max()}; raise it, or check that data.tokenizer made them"
             )
             raise ConfigError(Problem("model.vocab_size", message))
 
@@ -320,10 +308,7 @@ def require_offsets(tokenizer: Tokenizer) -> Any:
     """
     encode = getattr(tokenizer, "encode_with_offsets", None)
     if encode is None:
-        message = (
-            "does not tell which characters its tokens stand for, as conversations need; take a "
-            "tokenizer.json"
-        )
+        message = "does not tell which characters its tokens stand for; take a tokenizer.json"
         raise ConfigError(Problem("data.tokenizer", message))
     return encode
 

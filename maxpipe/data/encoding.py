@@ -24,7 +24,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants
-from maxpipe.data.corpus import Corpus, text_of
+from maxpipe.data.corpus import Corpus, text_of, unwritable
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.sources.tokens import INDEX_SUFFIX, MOST_MAPPED, dtype_of
@@ -42,13 +42,9 @@ _OUT = "--out"
 class Part(NamedTuple):
     """Documents `start` to `end` of the corpus, which become one file."""
 
-    number: int
+    name: str
     start: int
     end: int
-
-    @property
-    def name(self) -> str:
-        return f"part-{self.number:05}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,11 @@ class Encoding:
         count = len(self.corpus.open())
         number = max(1, min(-(-size // PART_BYTES), count, MOST_PARTS))
         edges = [count * i // number for i in range(number + 1)]
-        return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
+        return [Part(f"part-{i:05}", edges[i], edges[i + 1]) for i in range(number)]
 
     def begin(self) -> None:
-        """Make the directory and record what is encoded, or check it against an earlier record.
-
-        Raises ConfigError, before anything is written, if the directory has tokens of another
-        encoding or other files, or cannot be written to.
+        """Make the directory and record what is encoded; raises ConfigError, before anything is
+        written, if the directory has tokens of another encoding or other files.
         """
         record, file = self._record(), self.out / RECORD
         problem = ""
@@ -90,7 +84,7 @@ class Encoding:
                 self.out.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, [json.dumps(record, indent=2).encode() + b"\n"])
         except OSError as error:
-            raise _unwritable(self.out, error) from None
+            raise unwritable(self.out, error) from None
         except Damaged:
             problem = f"has a damaged {RECORD}"
         if problem:
@@ -120,10 +114,9 @@ class Encoding:
 def encode_parts(
     encoding: Encoding, parts: list[Part], workers: int
 ) -> Iterator[tuple[Part, list[str]]]:
-    """Encode parts in worker processes, or in this one if `workers` is 1, and yield each as soon as
-    its file is written, with the reason for each document that was left out.
-
-    Raises ConfigError if a text cannot be read; files of other parts stay.
+    """Encode parts in worker processes, or in this one if `workers` is 1, and yield each with the
+    reason for each document that was left out, as soon as its file is written; raises ConfigError
+    if a text cannot be read.
     """
     encode = functools.partial(_encode_part, encoding)
     if workers == 1 or len(parts) < 2:
@@ -145,10 +138,6 @@ def encode_parts(
             # After an error or Ctrl-C nothing is waited for: files appear whole or not at all.
             for process in multiprocessing.active_children():
                 process.terminate()
-
-
-def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(Problem(_OUT, f"cannot write to {out}: {error.strerror}"))
 
 
 def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
@@ -208,5 +197,5 @@ def _encode_part(encoding: Encoding, part: Part) -> tuple[Part, list[str]]:
         end = ".bin" if starts else NO_TOKENS
         write_atomically(path.with_suffix(end), [content.getvalue()])
     except OSError as error:
-        raise _unwritable(encoding.out, error) from None
+        raise unwritable(encoding.out, error) from None
     return part, skipped

@@ -35,18 +35,13 @@ def reworded(error: ErrorT, change: Callable[[Problem], Problem]) -> ErrorT:
 def find_files(
     path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "", limit: int = 0
 ) -> list[str]:
-    """Return the files of a comma-separated list of files, directories and globs, each once.
+    """Return the files of `data.path`, a comma-separated list of files, directories and globs, each
+    once: local files first, sorted, then copies of remote files in the order of their names.
 
-    Local files come first, sorted, then copies of remote files in the order of their names.
-
-    Args:
-      path: value of `data.path`. A directory stands for all files below it except hidden ones.
-      suffixes: endings that a file in a directory must have; files that are named or matched by a
-        glob may have any, unless their contents are packed in a way that the source cannot read.
-      cache_dir, limit: `data.cache_dir` for copies of remote files, and `data.cache_limit`.
-
-    Raises:
-      ConfigError: `path` is empty, or one of its parts matches no file, or one that is packed.
+    A directory stands for all files below it with one of `suffixes`, except hidden ones. Files that
+    are named or matched by a glob may have any ending, unless their contents are packed in a way
+    that the source cannot read. Raises ConfigError if `path` is empty, or one of its parts matches
+    no file, or one that is packed.
     """
     local: set[str] = set()
     copies: dict[str, None] = {}  # an ordered set
@@ -79,9 +74,7 @@ def find_files(
 
 
 def files_of(config: DataConfig, source: str) -> list[str]:
-    """Return the files of `data.path` for a source of the catalogue; raises ConfigError as
-    `find_files` does, and if one is empty.
-    """
+    """Return the files of `data.path` for a source of the catalogue, none of which is empty."""
     suffixes = SOURCES[source].suffixes
     return require_content(find_files(config.path, suffixes, config.cache_dir, config.cache_limit))
 
@@ -138,11 +131,8 @@ def _refuse_directory(error: OSError) -> None:
 def _is_file(name: str) -> bool:
     try:
         return S_ISREG(os.stat(name).st_mode)
-    except OSError as error:
-        reason = "is a link to nothing; mount what it links to, or remove it"
-        if isinstance(error, PermissionError):
-            reason = f"cannot be read: {error.strerror}"
-        raise path_error(f"{name} {reason}") from error
+    except OSError as error:  # also of a link to nothing
+        raise path_error(f"{name} cannot be read: {error.strerror}") from error
 
 
 def require_content(paths: list[str]) -> list[str]:

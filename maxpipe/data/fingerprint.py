@@ -208,9 +208,7 @@ class DataFingerprint:
 
 
 def fingerprint_data(config: Config) -> DataFingerprint:
-    """Return the fingerprint of the data and the tokenizer that a configuration names; raises
-    ConfigError if files cannot be read, or a store does not answer.
-    """
+    """Return the fingerprint of the data and the tokenizer that a configuration names."""
     data = config.data
     key = "data.path" if SOURCES[data.source].needs_path else "data.source"
     if data.mixture:
@@ -233,9 +231,8 @@ def fingerprint_data(config: Config) -> DataFingerprint:
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
-    """Return a digest of a tokenizer's files, or its name if it has no files.
-
-    Arguments are as for `load_tokenizer`; raises ConfigError if a file cannot be read.
+    """Return a digest of a tokenizer's files, or its name if it has none; arguments are those of
+    `load_tokenizer`. Raises ConfigError if a file cannot be read.
     """
     files = tokenizer_files(name_or_path, cache_dir)
     if not files:
@@ -254,9 +251,7 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
 
 
 def _list_files(data: DataConfig) -> list[tuple[File, str]]:
-    """Return the files of a source in the order in which it reads them, not yet read, and the
-    local path of each, "" in a store.
-    """
+    """Return the files of a source in its order, and the local path of each, "" in a store."""
     facts = SOURCES[data.source]
     if not facts.needs_path:
         return [(File(attribute_of(facts.version)(), 0, ""), "")] if facts.version else []
@@ -266,12 +261,14 @@ def _list_files(data: DataConfig) -> list[tuple[File, str]]:
     for part in sorted_parts(data.path) if facts.version else parts_of(data.path):
         contents = attribute_of(facts.version)(part, data.cache_dir) if facts.version else None
         if contents:
-            local.update(contents.files)
-            if contents.name:
-                remote.append(File(contents.name, 0, contents.digest))
+            files, name, digest = contents
+            local.update(files)
+            remote += [File(name, 0, digest)] if name else []
         elif is_remote(part):
-            files = list_remote(part, facts.suffixes)
-            remote += [File(Path(file.name).name, file.size, file.etag) for file in files]
+            remote += [
+                File(Path(file.name).name, file.size, file.etag)
+                for file in list_remote(part, facts.suffixes)
+            ]
         else:
             local.update(local_files(part, facts.suffixes))
     local = set(each_once(local))

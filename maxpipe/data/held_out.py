@@ -14,7 +14,6 @@ Shapes: B rows of a batch, R rows of this process, T tokens of a row.
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,20 +24,18 @@ from maxpipe.data.loader import SKIPPED_NAMED, encoder_of, open_tokenizer, sourc
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
 COUNTED = 1 << 20  # tokens
+# Up to T tokens to predict: number of a document, tokens after its begin, number of tokens.
+Chunk = tuple[int, int, int]
 
 
 class Text:
     """The held-out text of one source, in memory, or a sample of its documents.
 
-    Args:
-      encoder: all held-out documents.
-      enough: number of tokens after which no further document is read.
-      row: tokens of a row, T.
-      packing: whether a chunk continues with the next document.
+    No further document is read after `enough` tokens. `row` is T, and with `packing` a chunk
+    continues with the next document.
 
     Attributes:
-      documents: the documents that were read, in order.
-      num_documents: number of all documents.
+      documents: the documents that were read, in order, of all `num_documents`.
       chunks: number of chunks.
       tokens: number of tokens to predict in the documents that were read.
     """
@@ -64,7 +61,7 @@ class Text:
         """Return the number of tokens to predict in all documents, estimated from a sample."""
         return self.tokens * self.num_documents / len(self.documents)
 
-    def choose(self, count: int) -> list["Chunk"]:
+    def choose(self, count: int) -> list[Chunk]:
         """Return `count` chunks, one from each of as many equal stretches of the text."""
         digest = 0
         for ids, _ in self.documents:
@@ -74,38 +71,24 @@ class Text:
         drawn = bounds[:-1] + (random.random(count) * np.diff(bounds)).astype(np.int64)
         # Stretches differ by one chunk; where they begin is random, too.
         chosen = np.sort((drawn + random.integers(self.chunks)) % self.chunks)
-        return [self._chunk(int(number) * self._row) for number in chosen]
-
-    def _chunk(self, start: int) -> "Chunk":
-        """Return the chunk that begins with token `start` of the text."""
-        document = int(np.searchsorted(self._starts, start, side="right")) - 1
-        offset = start - int(self._starts[document])
-        end = self._starts[-1] if self._packing else self._starts[document] + self._pairs[document]
-        return Chunk(self, document, offset, min(self._row, int(end) - start))
-
-
-class Chunk(NamedTuple):
-    """Up to T tokens to predict: `length` of them, `offset` tokens after a document's begin."""
-
-    text: Text
-    document: int
-    offset: int
-    length: int
+        starts = chosen * self._row
+        documents = np.searchsorted(self._starts, starts, side="right") - 1
+        of_documents = self._starts[documents]
+        ends = self._starts[-1] if self._packing else of_documents + self._pairs[documents]
+        lengths = np.minimum(self._row, ends - starts)
+        return [
+            *zip(
+                documents.tolist(), (starts - of_documents).tolist(), lengths.tolist(), strict=True
+            )
+        ]
 
 
 class HeldOut:
-    """The batches of an evaluation; iterating begins anew each time.
+    """At most `num_batches` batches of an evaluation; iterating begins anew each time.
 
     A batch is as those of `Loader`; the last may end with rows of padding, whose weights are 0.
     Weights of a mixture's sources are scaled, so that each has the share of the tokens that
-    `data.mixture` gives it in training.
-
-    Args:
-      config: `data` and `eval` are read.
-      texts: the held-out text of each source.
-      shares: how many documents are drawn from each, in any unit.
-      rows: this process's rows of a batch.
-      num_batches: largest number of batches.
+    `data.mixture` gives it in training, where documents are drawn by `shares`, in any unit.
     """
 
     def __init__(
@@ -126,12 +109,12 @@ class HeldOut:
         ]
         counts = _divide(of_tokens, [text.chunks for text in texts], num_batches * self._size)
         chosen = [text.choose(n) if n else [] for text, n in zip(texts, counts, strict=True)]
-        taken = [sum(chunk.length for chunk in chunks) for chunks in chosen]
+        taken = [sum(length for _, _, length in chunks) for chunks in chosen]
         self.tokens = sum(taken)
         of_taken = sum(share for share, n in zip(of_tokens, taken, strict=True) if n)
         self._chunks = [
-            (chunk, share / of_taken * (self.tokens / n))
-            for chunks, share, n in zip(chosen, of_tokens, taken, strict=True)
+            (text, *chunk, share / of_taken * (self.tokens / n))
+            for text, chunks, share, n in zip(texts, chosen, of_tokens, taken, strict=True)
             for chunk in chunks
         ]
         self.num_batches = -(-len(self._chunks) // self._size)
@@ -147,7 +130,7 @@ class HeldOut:
             for row, number in enumerate(self._rows):
                 if first + number >= len(self._chunks):
                     continue
-                (text, document, offset, length), scale = self._chunks[first + number]
+                text, document, offset, length, scale = self._chunks[first + number]
                 order = DocumentOrder(len(text.documents), 0, shuffle=False)
                 stream = RowStream(text.documents, order, 1, np.array([0, document, offset]))
                 fill_row(batch, row, stream, self._data.packing, length)
@@ -180,16 +163,14 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
     mixed = is_mixed(data, "eval")
     weights = [entry["weight"] for entry in data.mixture] if mixed else [1.0]
 
-    def of(texts: Sequence[Text], weights: Sequence[float], batches: int) -> HeldOut:
-        most = batches or sum(text.chunks for text in texts)
-        return HeldOut(config, texts, weights, rows, most)
-
+    most = batches or sum(text.chunks for text in texts)
     per_source = config.eval.batches_per_source if mixed else 0
     names = source_names(data) if per_source else []
     by_source = {
-        name: of([text], [1.0], per_source) for name, text in zip(names, texts, strict=False)
+        name: HeldOut(config, [text], [1.0], rows, per_source)
+        for name, text in zip(names, texts, strict=False)
     }
-    return of(texts, weights, batches), by_source
+    return HeldOut(config, texts, weights, rows, most), by_source
 
 
 def _divide(shares: Sequence[float], most: Sequence[int], total: int) -> list[int]:

@@ -45,10 +45,7 @@ class Loader(Iterator["Batch"]):
     assistant says in a conversation; segments from 1, 0 for padding; positions from 0 within each
     segment.
 
-    Args:
-      iterators: one per worker; w yields (batch, state, skipped) of rows w::len(iterators).
-      state: int64 [R, 3], the state before the first batch.
-      num_documents: number of documents of the split, over all sources.
+    Iterator w of `iterators` yields (batch, state, skipped) of rows w::len(iterators).
     """
 
     def __init__(
@@ -65,22 +62,16 @@ class Loader(Iterator["Batch"]):
         batches, states, skipped = zip(*elements, strict=True)
         self._state = _interleave(states)
         for reasons in filter(None, skipped):
-            self._report_skipped(json.loads(reasons))
+            for index, reason in json.loads(reasons).items():
+                if index not in self._skipped and len(self._skipped) < SKIPPED_NAMED:
+                    print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
+                self._skipped.add(index)  # all of them are counted
         return {name: _interleave([batch[name] for batch in batches]) for name in batches[0]}
 
     @property
     def state(self) -> np.ndarray:
         """Return the state after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
         return self._state.copy()
-
-    def _report_skipped(self, reasons: Mapping[str, str]) -> None:
-        """Name the first skipped documents; `close` counts all of them."""
-        for index, reason in reasons.items():
-            if index in self._skipped:
-                continue  # reported in an earlier epoch
-            self._skipped.add(index)
-            if len(self._skipped) <= SKIPPED_NAMED:
-                print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop threads and worker processes; may be called twice."""
@@ -95,15 +86,12 @@ class Loader(Iterator["Batch"]):
 def make_loader(
     config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None
 ) -> Loader:
-    """Return a loader of this process's rows of the global batch, of B rows, see
-    `global_batch_size`.
+    """Return a loader of this process's rows of the global batch.
 
     It continues from `state`, int64 [R, 3], the `Loader.state` of these rows; None starts at the
-    beginning. `next(loader)` raises ConfigError if a document cannot be read.
-
-    Raises:
-      ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small,
-        or `state` does not belong to these documents and rows.
+    beginning. Raises ConfigError if files are missing or unusable, the split is empty,
+    model.vocab_size is too small, or `state` does not belong to these documents and rows;
+    `next(loader)` raises it if a document cannot be read.
     """
     # These import grain, which takes longer than reporting a configuration error should take.
     from maxpipe.data.rows import RowSource, open_mixture, prefetched
@@ -132,11 +120,11 @@ def make_loader(
 
 def source_names(data: DataConfig) -> list[str]:
     """Return a name for each entry of a mixture: its source, with the path if sources repeat."""
-    sources = data.sources
-    paths = [f"{entry['source']}:{entry.get('path', '')}" for entry in data.mixture]
     names = [
-        source if sources.count(source) == 1 else path
-        for source, path in zip(sources, paths, strict=True)
+        entry["source"]
+        if data.sources.count(entry["source"]) == 1
+        else f"{entry['source']}:{entry.get('path', '')}"
+        for entry in data.mixture
     ]
     return [
         name if names.count(name) == 1 else f"{name}#{number}"
@@ -163,8 +151,8 @@ def open_tokenizer(config: Config) -> Tokenizer:
     needed = needed_ids(tokenizer, config.model)
     if needed > config.model.num_token_ids:
         message = (
-            f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
-            f"data.tokenizer={data.tokenizer} needs at least {needed}"
+            f"{config.model.num_token_ids} is too small: data.tokenizer={data.tokenizer} needs at "
+            f"least {needed}"
         )
         is_padded = config.model.num_token_ids < config.model.vocab_size
         key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
@@ -178,9 +166,8 @@ def check_base_tokenizer(config: Config) -> None:
     """
     data = config.data
     base = base_tokenizer(config.init_from, config.model.from_hf) if config.init_from else ""
-    is_free = "tokenizer" in config.checkpoint.accept_changes
     is_read = any(SOURCES[source].needs_tokenizer for source in data.sources)
-    if not base or is_free or not is_read:
+    if not base or not is_read or "tokenizer" in config.checkpoint.accept_changes:
         return
     tokenizers = [load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base)]
     ours, theirs = (getattr(each, "vocabulary", {}) for each in tokenizers)
@@ -194,9 +181,7 @@ def check_base_tokenizer(config: Config) -> None:
 
 
 def tokenizer_notes(config: Config) -> list[str]:
-    """Return notes for users: how documents begin, if the tokenizer leaves a doubt, and which
-    tokens the model has no ids for.
-    """
+    """Return how documents begin, if the tokenizer leaves a doubt, and which tokens have no ids."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     notes = []
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -206,12 +191,11 @@ def tokenizer_notes(config: Config) -> list[str]:
             tokens = tokenizer.decode(ids, skip_special_tokens=False)
             notes.append(f"documents and prompts begin {how} {tokens}, as in transformers")
     vocabulary: Mapping[str, int] = getattr(tokenizer, "vocabulary", {})
-    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
-    unknown = [token for token in in_order if vocabulary[token] >= config.model.num_token_ids]
+    unknown = [name for name, i in vocabulary.items() if i >= config.model.num_token_ids]
     if unknown:
-        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        what = f"{len(unknown)} of the tokenizer's tokens"
-        notes.append(f"the model has no ids for {what}; texts must not have them: {names}")
+        names = ", ".join(sorted(unknown, key=vocabulary.__getitem__)[:3])
+        what = f"{len(unknown)} of the tokenizer's tokens, such as {names}"
+        notes.append(f"the model has no ids for {what}; texts must not have them")
     return notes
 
 
@@ -252,7 +236,6 @@ def check_state(
     state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int
 ) -> None:
     """Raise ConfigError unless the position of every row is at one of its own documents."""
-    assert state.shape == (len(rows), 3)
     epoch, position, offset = state.T
     fits = (epoch >= 0) & (position >= 0) & (position < num_documents) & (offset >= 0)
     if not (fits & ((epoch * num_documents + position) % batch_size == np.asarray(rows))).all():

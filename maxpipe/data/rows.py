@@ -89,7 +89,6 @@ class MixedOrder:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
-        assert 0 < len(sizes) == len(weights) <= ROUND
         self.num_documents = sum(sizes)
         self._seed = seed
         self._orders = [DocumentOrder(size, seed, shuffle) for size in sizes]
@@ -122,10 +121,8 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
-    """Return the documents of one split and the order in which to visit them.
-
-    They come from `data.mixture`, each source split separately, or from `data.source` if there is
-    no mixture, or for `data.eval_path`. Errors are those of `open_sources`.
+    """Return the documents of one split, those of all sources of a mixture, and the order in which
+    to visit them; errors are those of `open_sources`.
     """
     sources = open_sources(config, split)
     if not is_mixed(config, split):
@@ -147,11 +144,8 @@ class Pairs(NamedTuple):
 class RowStream:
     """The endless stream of one row: documents row, row + B, row + 2B, ... of all epochs.
 
-    Args:
-      documents: framed token ids; a document of fewer than two ids has no pair and is skipped.
-      order: order in which each epoch visits the documents.
-      stride: the global batch size B.
-      state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
+    `stride` is B, and `state`, int64 [3], is epoch, position within the epoch, and pairs of that
+    document already used. A document of fewer than two ids has no pair and is skipped.
     """
 
     def __init__(
@@ -222,14 +216,11 @@ def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:
 def fill_row(
     batch: Batch, row: int, stream: RowStream, packing: bool, limit: int | None = None
 ) -> None:
-    """Fill `row` of an empty batch from `stream`.
+    """Fill `row` of an empty batch from `stream`, with at most `limit` pairs; without `packing` it
+    takes one document and truncates it to the row's length.
 
     Segments count from 1 within the sequence, positions from 0 within the segment. This also holds
     for a document that continues from the previous sequence, which attention does not reach.
-
-    Args:
-      packing: True fills the row; False takes one document and truncates it to the row's length.
-      limit: number of pairs to take at most; None fills the row.
     """
     length = batch["tokens"].shape[1] if limit is None else limit
     start = 0

@@ -33,7 +33,11 @@ _CONVERT = (
 # Tried in this order if no file names the tokens.
 _COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 _COMMON_EOS = (
-    *("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
+    "</s>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<eos>",
+    "[EOS]",
     "<｜end▁of▁sentence｜>",
 )
 
@@ -85,10 +89,8 @@ def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
 
 
 def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
-    """Return the files that make up a tokenizer, existing or not; empty for one that has none.
-
-    `load_tokenizer`, whose arguments and errors these are, finds them under the same names when
-    they are copied to another directory.
+    """Return the files that make up a tokenizer, which may be copied under the same names; empty
+    for one that has none. Arguments and errors are those of `load_tokenizer`.
     """
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return []

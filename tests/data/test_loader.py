@@ -196,9 +196,9 @@ def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -
     keys = {"model.vocab_size": num_own, "data.tokenizer": str(tmp_path)}
     config = replace(Config(), **keys, **{"model.from_hf": str(tmp_path)})
     assert open_tokenizer(config).vocab_size == num_own + 2
-    for num_ids, unknown in ((num_own, "2 .*: <image>, <audio>"), (num_own + 1, "1 .*: <audio>")):
+    for num_ids, unknown in ((num_own, "2 .* <image>, <audio>;"), (num_own + 1, "1 .* <audio>;")):
         (note,) = tokenizer_notes(replace(config, **{"model.vocab_size": num_ids}))
-        assert re.fullmatch(f"the model has no ids for {unknown}", note)
+        assert re.match(f"the model has no ids for {unknown}", note)
     assert tokenizer_notes(replace(config, **{"model.vocab_size": num_own + 2})) == []
     assert tokenizer_notes(Config()) == []
     counts = token_bytes(config)

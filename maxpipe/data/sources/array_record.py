@@ -1,16 +1,18 @@
 """Read ArrayRecord files: a `tf.train.Example` per record, its document in feature "text".
 
-TFDS writes such files. They are read without TensorFlow, by decoding as much of protocol buffers'
-wire format as an Example needs: an Example is {1: Features}, Features is {1: entry}*, an entry
-{1: name, 2: Feature}, a Feature {1: BytesList}, and a BytesList {1: value}*.
+TFDS writes such files. They are read without TensorFlow and its definitions: an Example is
+{1: Features}, Features is {1: entry}*, an entry {1: name, 2: Feature}, a Feature {1: BytesList},
+and a BytesList {1: value}*.
 """
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation, bad_document
 from maxpipe.data.files import files_of, path_error
-
-VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
 
 def array_record(config: DataConfig) -> Concatenation:
@@ -42,7 +44,7 @@ class ArrayRecords:
         try:
             (record,) = self._source.__getitems__([index])
             return bytes_feature(record, "text").decode("utf-8")
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, KeyError, DecodeError, RuntimeError) as error:
             place = f"{self._path}: record {index}"
             message = f'{place} is no tf.train.Example with a feature "text" in UTF-8 ({error})'
             kind = path_error if isinstance(error, RuntimeError) else bad_document
@@ -51,7 +53,7 @@ class ArrayRecords:
 
 def bytes_feature(example: bytes, name: str) -> bytes:
     """Return the first value of a feature that holds bytes; raises KeyError if there is none, and
-    ValueError if the bytes are not an Example.
+    DecodeError if the bytes are not an Example.
     """
     for entry in _children(_joined(example, 1), 1):
         if name.encode() in _children(entry, 1):
@@ -67,37 +69,5 @@ def _joined(message: bytes, number: int) -> bytes:
 
 def _children(message: bytes, number: int) -> list[bytes]:
     """Return the contents of the length-delimited fields with this number."""
-    found = []
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        wire_type = tag & 7
-        length = 0
-        if wire_type == VARINT:
-            _, position = _varint(message, position)
-        elif wire_type == DELIMITED:
-            length, position = _varint(message, position)
-        elif wire_type in (FIXED32, FIXED64):
-            length = 4 if wire_type == FIXED32 else 8
-        else:
-            raise ValueError(f"wire type {wire_type}")
-        if position + length > len(message):
-            raise ValueError("it is cut short")
-        if wire_type == DELIMITED and tag >> 3 == number:
-            found.append(message[position : position + length])
-        position += length
-    return found
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the integer at `position` and the position after it."""
-    value = 0
-    shift = 0
-    while position < len(message):
-        byte = message[position]
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        position += 1
-        if byte < 0x80:
-            return value, position
-    raise ValueError("it is cut short")
+    fields = UnknownFieldSet(Empty.FromString(message))
+    return [field.data for field in fields if (field.field_number, field.wire_type) == (number, 2)]

@@ -3,49 +3,39 @@
 A message has a role and content, and whatever else the chat template knows, as in chat interfaces
 and in the data sets of Hugging Face. Parquet files are rewritten once as JSON lines, see
 `data.cache_dir`; nulls are left out, since parquet has them for fields that only other rows have.
+
+`python_help` makes conversations about Python's standard library, which every machine has: what a
+public function of a module does, answered by its docstring, and what its arguments are.
 """
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, BinaryIO
 
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import RESERVED, ChatTemplate, Message, load_chat_template
-from maxpipe.data.documents import Concatenation, MarkedText, bad_document, require_offsets
+from maxpipe.data.documents import (
+    Concatenation,
+    MarkedText,
+    bad_document,
+    read_text,
+    require_offsets,
+)
 from maxpipe.data.files import files_of, path_error, require_content, reworded
-from maxpipe.data.sources.parquet import lacks_column, read_batches, schema_of
-from maxpipe.data.sources.text import JsonLines, lines_of
+from maxpipe.data.sources.parquet import Rows, lacks_column, read_batches, schema_of
+from maxpipe.data.sources.text import JsonLines, lines_of, stdlib_modules
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import local_copy, version_of
 
 
-class Conversation(NamedTuple):
-    """The messages of a conversation, and descriptions of the tools it may call."""
-
-    messages: Sequence[Message]
-    tools: Sequence[object] | None
-
-
-class Records(Protocol):
-    """Objects with `messages`, and maybe `tools`."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> bytes | Mapping[str, Any]:
-        """Return an object, or a line of JSON that holds it."""
-        ...
-
-    def place(self, index: int) -> str:
-        """Return where an object is, for messages."""
-        ...
-
-
 class Conversations:
-    """Conversations, laid out on access by a template."""
+    """Conversations in lines of JSON or rows of a table, laid out on access by a template."""
 
-    def __init__(self, records: Records, template: ChatTemplate):
+    def __init__(self, records: JsonLines | Rows, template: ChatTemplate):
         self._records = records
         self._template = template
 
@@ -64,9 +54,10 @@ class Conversations:
             raise reworded(error, lambda p: replace(p, message=f"{place}: {p.message}")) from error
 
 
-def parse(record: bytes | Mapping[str, Any]) -> Conversation:
-    """Return the conversation in a line of JSON, or in a row of a table, where nulls stand for what
-    only other rows have; raises BadDocument if it is something else.
+def parse(record: bytes | Mapping[str, Any]) -> tuple[Sequence[Message], list[Any] | None]:
+    """Return the messages of a conversation, and descriptions of the tools it may call, from a line
+    of JSON, or from a row of a table, where nulls stand for what only other rows have; raises
+    BadDocument if it is something else.
     """
     try:
         value = json.loads(record) if isinstance(record, bytes) else _filled(record)
@@ -88,7 +79,7 @@ def parse(record: bytes | Mapping[str, Any]) -> Conversation:
         ) from error
     # As apply_chat_template does: `"tool_calls": null` is a message without calls.
     given = [{key: item for key, item in m.items() if item is not None} for m in messages]
-    return Conversation(given, tools)
+    return given, tools
 
 
 def _filled(value: Any) -> Any:
@@ -144,3 +135,55 @@ def template_of(data: DataConfig) -> ChatTemplate:
     """
     require_offsets(load_tokenizer(data.tokenizer, data.cache_dir))
     return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)
+
+
+class Questions:
+    """Conversations of two questions and answers each, laid out on access."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+
+    def __len__(self) -> int:
+        return len(_conversations())
+
+    def __getitem__(self, index: int) -> MarkedText:
+        return self._template.render(_conversations()[index], None)
+
+
+@lru_cache(maxsize=1)
+def _conversations() -> list[list[Message]]:
+    """Return the messages of each conversation, in order of module and line."""
+    return [
+        messages
+        for path in stdlib_modules()
+        if not path.stem.startswith("_")
+        for messages in _of_module(path.stem, read_text(str(path)))
+    ]
+
+
+def _of_module(module: str, source: str) -> Iterator[list[Message]]:
+    """Yield a conversation for each public function that a module documents."""
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        documentation = ast.get_docstring(node)
+        if not documentation:
+            continue
+        arguments = ast.unparse(node.args) or "It takes none."
+        yield [
+            {"role": "user", "content": f"What does {module}.{node.name} do?"},
+            {"role": "assistant", "content": documentation.partition("\n\n")[0]},
+            {"role": "user", "content": "What are its arguments?"},
+            {"role": "assistant", "content": arguments},
+        ]
+
+
+def python_help(config: DataConfig) -> Questions:
+    """Return conversations about the running Python's standard library, unless Python comes without
+    its source; errors are those of `template_of`.
+    """
+    questions = Questions(template_of(config))
+    if not len(questions):
+        message = "this Python has no source of its library; choose another source"
+        raise ConfigError(Problem("data.source", message))
+    return questions

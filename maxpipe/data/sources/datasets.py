@@ -7,12 +7,11 @@ library converts other formats to Arrow files once, and maps these into memory.
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os.path import isfile
+from os.path import expanduser, isfile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,8 +30,7 @@ from maxpipe.data.sources.parquet import (
     document_field,
     lacks_column,
 )
-from maxpipe.storage.local_files import cache_directory, list_remote
-from maxpipe.storage.object_store import is_remote
+from maxpipe.storage.local_files import cache_directory
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,16 +49,6 @@ _HUB_SECONDS = 10.0  # timeout of a request to the hub
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes
 
 
-class Contents(NamedTuple):
-    """What the rows of an entry of `data.path` come from: local files, the name of what else they
-    depend on, "" if there is nothing else, and its digest, which begins with a commit of the hub.
-    """
-
-    files: list[str]
-    name: str = ""
-    digest: str = ""
-
-
 class HubName(NamedTuple):
     """A data set of the hub, or a directory laid out like one; None where nothing is given."""
 
@@ -69,14 +57,12 @@ class HubName(NamedTuple):
     configuration: str | None
     split: str
 
-    @classmethod
-    def of(cls, part: str) -> "HubName":
-        """Return the data set that an entry of `data.path` names."""
-        name, _, rest = part.removeprefix(SCHEME).partition(":")
-        configuration, _, split = rest.partition(":")
-        name, _, revision = name.partition("@")
-        name = os.path.expanduser(name) if name.startswith("~") else name
-        return cls(name, revision or None, configuration or None, split or "train")
+
+def hub_name(part: str) -> HubName:
+    """Return the data set that an entry of `data.path` names."""
+    name, configuration, split = [*part.removeprefix(SCHEME).split(":", 2), "", ""][:3]
+    name, _, revision = name.partition("@")
+    return HubName(expanduser(name), revision or None, configuration or None, split or "train")
 
 
 def open_tables(config: DataConfig) -> list[tuple[str, "Dataset"]]:
@@ -96,9 +82,12 @@ def open_tables(config: DataConfig) -> list[tuple[str, "Dataset"]]:
     return [(part, _open(part, config, library).with_format(None)) for part in parts]
 
 
-def contents_of(part: str, cache_dir: str) -> Contents | None:
-    """Return what an entry of `data.path` has its rows from, downloading it if need be; None for
-    plain files. Raises ConfigError if it cannot be read.
+def contents_of(part: str, cache_dir: str) -> tuple[list[str], str, str] | None:
+    """Return what the rows of an entry of `data.path` come from, downloading it if need be.
+
+    These are local files, the name of what else they depend on, "" if there is nothing else, and
+    its digest, which begins with a commit of the hub; None for plain files. Raises ConfigError if
+    it cannot be read.
     """
     if not part.startswith(SCHEME):
         directory = Path(part).expanduser()
@@ -107,14 +96,14 @@ def contents_of(part: str, cache_dir: str) -> Contents | None:
             files = [directory / entry["filename"] for entry in entries]
         except Exception:  # not what `save_to_disk` writes; who reads the rows says so
             return None
-        return Contents([str(file) for file in files if file.is_file()])
-    name = HubName.of(part)
+        return [str(file) for file in files if file.is_file()], "", ""
+    name = hub_name(part)
     selection = f"configuration {name.configuration or 'default'}, split {name.split}"
     if Path(name.name).is_dir():
-        return Contents(local_files(name.name, ("",)), selection, selection)
+        return local_files(name.name, ("",)), selection, selection
     commits = _commits(_from_hub(part, cache_dir))
     shown = f"{SCHEME}{name.name}:{name.configuration or ''}:{name.split}"
-    return Contents([], shown, f"{' '.join(commits)} {selection}")
+    return [], shown, f"{' '.join(commits)} {selection}"
 
 
 def _commits(rows: "Dataset") -> list[str]:
@@ -130,21 +119,12 @@ def _open(part: str, config: DataConfig, library: ModuleType) -> "Dataset":
         with _reading(part):
             return library.load_from_disk(str(directory))
     if isfile(directory / _SAVED_SPLITS):
-        with _reading(part):
-            splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
-            choices = ", ".join(str(directory / split) for split in splits)
-        raise path_error(f"{part} is a data set of splits; give one of {choices}")
+        raise path_error(f"{part} is a data set of splits; give one, such as {directory}/train")
     return _from_files(part, config, library)
 
 
 def _from_files(part: str, config: DataConfig, library: ModuleType) -> "Dataset":
     """Return the table of an entry's files, which must all be of one kind."""
-    if is_remote(part):
-        stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
-        if stored & {_SAVED, _SAVED_SPLITS}:
-            raise path_error(
-                f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
-            )
     files = require_content(find_files(part, _SUFFIXES, config.cache_dir, config.cache_limit))
     builders: dict[str, list[str]] = {}
     for file in files:
@@ -167,7 +147,7 @@ def _builder(file: str) -> str:
 
 
 def _from_hub(part: str, cache_dir: str) -> "Dataset":
-    name = HubName.of(part)
+    name = hub_name(part)
     library = _library()
     with _reading(part):
         rows = library.load_dataset(
@@ -208,24 +188,15 @@ def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> 
 @contextmanager
 def _reading(part: str) -> Iterator[None]:
     """Turn errors of the library into a ConfigError that says what to do."""
-    from datasets.exceptions import DatasetNotFoundError
-
     try:
         yield
-    except DatasetNotFoundError as error:
-        remedy = "correct its name; a private or gated one needs a token in HF_TOKEN"
-        raise path_error(f"{part}: {error}; {remedy}") from error
-    except ConnectionError as error:
-        raise path_error(
-            f"{part} is not in the cache of this machine, and the hub cannot be reached: load it "
-            "once where there is a network, or give the directory of save_to_disk or files"
-        ) from error
     except Exception as error:  # of many libraries
-        reason = f"{type(error).__name__}: {error.__cause__ or error}"
-        message = f"{part} cannot be read by datasets: {reason}"
-        # The hub's HTTP client is httpx or httpx2, by version.
-        if type(error).__module__.startswith("httpx"):
-            message = f"{part} could not be downloaded: {reason}; another start goes on"
+        message = f"{part} cannot be read by datasets: {type(error).__name__}: {error}"
+        if part.startswith(SCHEME):
+            message += (
+                "; the first start needs a network, and a token in HF_TOKEN if it is private; "
+                "otherwise give the directory of save_to_disk, or files"
+            )
         raise path_error(message) from error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -26,18 +26,10 @@ if TYPE_CHECKING:
 COLUMNS = ("text", "tokens")
 
 
-class Table(Protocol):
-    """Rows as Python values, by column; picklable."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-
 class Rows:
-    """The rows of a table, whose name stands for it in messages."""
+    """The rows of a table, an `ArrowFile` or data set, whose name stands for it in messages."""
 
-    def __init__(self, name: str, table: Table):
+    def __init__(self, name: str, table: Any):
         self._name = name
         self._table = table
 
@@ -47,7 +39,8 @@ class Rows:
     def read(self, index: int) -> Mapping[str, Any]:
         """Return the values of a row; raises BadDocument if one is not UTF-8."""
         try:
-            return self._table[index]
+            row: Mapping[str, Any] = self._table[index]
+            return row
         except UnicodeDecodeError as error:
             raise bad_document(f"{self.place(index)} is not UTF-8") from error
 
@@ -122,17 +115,13 @@ def _reading(path: str) -> Iterator[None]:
     """Turn pyarrow's errors into ConfigErrors that name the file."""
     try:
         yield
-    except _pyarrow().ArrowException as error:
-        raise path_error(f"{path} is no parquet file: {error}") from error
-    except OSError as error:  # raised for damaged pages, too
-        raise path_error(f"{path} cannot be read: {error}") from error
+    except (_pyarrow().ArrowException, OSError) as error:  # the latter for damaged pages, too
+        raise path_error(f"{path} cannot be read as parquet: {error}") from error
 
 
 def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLUMNS) -> "pa.Field":
-    """Return name and type, without dictionary encoding, of the first of `columns` that exists.
-
-    `path` names in messages what has the columns. Raises ConfigError if none exists, or if it holds
-    neither text nor token ids.
+    """Return name and type, without dictionary encoding, of the first of `columns` that exists;
+    raises ConfigError if none exists, or if it holds neither text nor token ids.
     """
     pyarrow = _pyarrow()
     types = pyarrow.types
@@ -141,12 +130,10 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
         raise lacks_column(path, schema.names, columns)
     stored = schema.field(name).type
     kind = stored.value_type if types.is_dictionary(stored) else stored
-    are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    is_list = any(check(kind) for check in are_lists)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     if not (is_text or (is_list and types.is_integer(kind.value_type))):
-        expected = "text (strings) or token ids (lists of integers)"
-        raise path_error(f"{path}: column {name!r} holds {stored}, not {expected}")
+        raise path_error(f"{path}: column {name!r} holds {stored}, not text or lists of token ids")
     return pyarrow.field(name, kind)
 
 

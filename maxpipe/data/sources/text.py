@@ -7,7 +7,6 @@ import sysconfig
 from functools import lru_cache
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,13 +48,10 @@ def text(config: DataConfig) -> "FileDocuments | TextPieces":
 
 
 class TextPieces:
-    """The pieces of one UTF-8 text file, cut at ends of lines where possible.
+    """The pieces of one UTF-8 text file that is not empty, cut at ends of lines where possible.
 
-    Args:
-      path: a file that is not empty; it is scanned once here.
-      original: the file that the user knows, of which this may be a copy.
-      size: size of a piece in bytes, at least `LEAST_PIECE`.
-      least: least number of pieces; a small file is cut into smaller ones to have as many.
+    Pieces have `size` bytes, but at least `LEAST_PIECE`, and fewer where a small file is to have
+    `least` pieces. `original` is the file that the user knows, of which this may be a copy.
     """
 
     def __init__(self, path: str, original: str, size: int, least: int):
@@ -86,14 +82,13 @@ def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
             lines = np.flatnonzero(content[start:end] == ord("\n"))
             if lines.size:
                 end = start + int(lines[-1]) + 1
-            else:
-                # Do not cut inside a character, which has at most three continuation bytes.
-                inside = (content[max(start + 1, end - 3) : end + 1] & 0xC0) == 0x80
-                if inside.all():  # the piece is smaller than its first character
-                    after = (content[end : end + 3] & 0xC0) == 0x80
-                    end += int(np.argmin(np.append(after, False)))
-                else:
-                    end -= int(np.argmin(inside[::-1]))
+            else:  # between characters, of which all bytes but the first begin with 10
+                before = end
+                while before > start and content[before] & 0xC0 == 0x80:
+                    before -= 1
+                while before == start and end < size and content[end] & 0xC0 == 0x80:
+                    end += 1  # the piece is smaller than its first character
+                end = end if before == start else before
         ends.append(end)
         start = end
     return np.stack([np.array([0, *ends[:-1]]), np.array(ends)], axis=1).astype(np.int64)
@@ -143,11 +138,8 @@ def _stdlib_files() -> list[Path]:
 
 
 class JsonLines:
-    """The lines of a file, read one at a time through an index of their byte offsets.
-
-    Args:
-      path: a non-empty file, which is scanned once here for its index.
-      original: the file that the user knows, of which this may be a copy.
+    """The lines of a file that is not empty, read one at a time through an index of their bytes;
+    `original` is the file that the user knows, of which this may be a copy.
     """
 
     def __init__(self, path: str, original: str):
@@ -187,16 +179,11 @@ class JsonLines:
         return f"{self._original}:{index + num_blank + 1}"
 
 
-class _Index(NamedTuple):
-    """Where the lines of a file are, in bytes."""
-
-    lines: np.ndarray  # start and end of each line that is not blank, int64 [lines, 2]
-    blanks: np.ndarray  # start of each blank line, int64 [blank lines]
-
-
 @lru_cache(maxsize=1024)
-def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
-    """Return where the lines of a file are, from one scan of it."""
+def _index_lines(path: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and end in bytes of each line that is not blank, int64 [lines, 2], and the start
+    of each blank one.
+    """
     del mtime_ns  # part of the cache's key only
     content = np.memmap(path, np.uint8, mode="r")
     ends = np.append(find_all(content, ord("\n")), size)
@@ -205,7 +192,7 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
     filled = np.flatnonzero(~blank)
     spaced = filled[np.isin(content[starts[filled]], list(b" \t\r"))]
     blank[spaced] = [not content[starts[i] : ends[i]].tobytes().strip() for i in spaced]
-    return _Index(np.stack([starts, ends], axis=1)[~blank], starts[blank])
+    return np.stack([starts, ends], axis=1)[~blank], starts[blank]
 
 
 def jsonl(config: DataConfig) -> Concatenation:

@@ -26,11 +26,8 @@ MOST_MAPPED = 128  # files mapped at a time
 
 
 class TokenFile:
-    """The documents of a .bin or .npy file of token ids.
-
-    Args:
-      dtype: dtype of .bin files, such as `<u2`.
-      eos_id: id that ends documents in files without an index; not part of the document.
+    """The documents of a .bin file of a dtype such as `<u2`, or of a .npy file; `eos_id` ends those
+    of files without an index, and is no part of them.
     """
 
     def __init__(self, path: str, dtype: str, eos_id: int):
@@ -130,9 +127,6 @@ class SyntheticDocuments:
 
 
 def synthetic(config: DataConfig) -> SyntheticDocuments:
-    """Return random documents of one data.sequence_length on average, to measure speed.
-
-    There are no files and no tokenizing; `data.path` is not used.
-    """
+    """Return random documents of one data.sequence_length on average, to measure speed."""
     tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
     return SyntheticDocuments(tokenizer.vocab_size, tokenizer.eos_id, 2 * config.sequence_length)

@@ -18,7 +18,6 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import CHANGED, SourceFiles
-from maxpipe.storage.local_files import RemoteFile
 
 TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
 
@@ -112,9 +111,7 @@ def test_datasets_configuration_and_split_of_a_repository_are_read(
         _open(name)
 
 
-def test_datasets_that_cannot_be_used_are_refused(
-    tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) -> None:
     rows = library.Dataset.from_dict({"text": ["a"]})
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
     assert all_of(_open(tmp_path / "all" / "test")) == ["a"]
@@ -124,68 +121,45 @@ def test_datasets_that_cannot_be_used_are_refused(
     for name, content in {"a.jsonl": "no json\n", "b.parquet": "PAR1"}.items():
         (tmp_path / "mixed" / name).write_text(content)
     (tmp_path / "c.exe").write_text("x")
-    stored = [RemoteFile("bucket/saved/state.json", 1, "")]
-    monkeypatch.setattr("maxpipe.data.sources.datasets.list_remote", lambda *_: stored)
+    damaged = _save(tmp_path / "damaged", {"text": TEXTS})
+    (damaged / "state.json").write_text("{")
+    assert _version(damaged)  # the error is left to who reads the rows
     for path, column, message in [
         (tmp_path / "a", "", 'has the columns body, id; it needs "text" or "tokens"'),
         (tmp_path / "a", "words", 'has the columns body, id; it needs "words"'),
         (tmp_path / "c", "", "column 'text' holds double, not text"),
-        (tmp_path / "all", "", r"is a data set of splits; give one of \S+all/train, \S+all/test"),
+        (tmp_path / "all", "", r"is a data set of splits; give one, such as \S+all/train"),
+        (damaged, "", r".*damaged cannot be read by datasets"),
         (tmp_path / "mixed" / "a.jsonl", "", r".*a\.jsonl cannot be read by datasets"),
         (tmp_path / "mixed", "", r"several kinds: json such as .*; give a glob for each"),
         (tmp_path / "c.exe", "", r"c\.exe is none of \*\.arrow"),
-        (tmp_path / ("n" * 300), "", "no file at .*nnn"),
-        ("s3://bucket/saved", "", "save_to_disk, which must be on this machine: copy it"),
+        (tmp_path / "none", "", "no file at .*none"),
     ]:
         with pytest.raises(ConfigError, match=rf"^data\.path: .*{message}"):
             _open(path, column=column)
 
 
-def test_datasets_saved_with_damaged_json_is_refused(tmp_path: Path) -> None:
-    saved = _save(tmp_path / "saved", {"text": TEXTS})
-    for name in ("dataset_info.json", "state.json", "dataset_dict.json"):
-        for content in ("{", "[]", '{"splits": 1, "features": 1}'):
-            (saved / name).write_text(content)
-            with pytest.raises(
-                ConfigError, match=r"^data\.path: \S*saved cannot be read by datase"
-            ):
-                _open(saved)
-            assert _version(saved)  # the error is left to who reads the rows
-        (saved / name).unlink()
-
-
 def test_datasets_error_of_the_hub_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
-    slow = type("ReadTimeout", (Exception,), {"__module__": "httpx2"})("slow")
-    errors: dict[Exception, str] = {
-        ConnectionError("Couldn't"): "is not in the cache .* the hub cannot be reached",
-        library.exceptions.DatasetNotFoundError("it doesn't exist"): "HF_TOKEN",
-        slow: "could not be downloaded: ReadTimeout: slow; another start",
-        ValueError("Unknown split"): "cannot be read by datasets: ValueError: Unknown split",
-    }
-    for error, message in errors.items():
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach")
 
-        def refuse(*_: object, error: Exception = error, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr(library, "load_dataset", refuse)
-        with pytest.raises(ConfigError, match=rf"^data\.path: hf:org/name.*{message}"):
-            _open("hf:org/name")
+    monkeypatch.setattr(library, "load_dataset", refuse)
+    reason = r"^data\.path: hf:org/name cannot be read .*Couldn't reach; .*network, .*HF_TOKEN"
+    with pytest.raises(ConfigError, match=reason):
+        _open("hf:org/name")
 
 
 def test_datasets_without_the_library_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _save(tmp_path / "saved", {"text": TEXTS})
-    folder = ModuleType("datasets")
+    folder = ModuleType("datasets")  # of the working directory
     folder.__spec__ = ModuleSpec("datasets", None)
-    for module in (None, folder):
-        monkeypatch.setitem(sys.modules, "datasets", module)
-        with pytest.raises(
-            ConfigError, match=r"data\.source: needs datasets.*pip install.*\[datasets"
-        ):
-            _open(path)
+    monkeypatch.setitem(sys.modules, "datasets", folder)
+    with pytest.raises(ConfigError, match=r"data\.source: needs datasets.*pip .*\[datasets"):
+        _open(path)
 
 
 def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
@@ -197,9 +171,7 @@ def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Pa
     saved.rename(tmp_path / "b")
     assert _files(tmp_path / "b").change_since(before) is None
     other = _save(tmp_path / "c", {"text": TEXTS[::-1]})
-    change = _files(other).change_since(before)
-    assert change is not None
-    assert "arrow" in change[1]
+    assert _files(other).change_since(before) is not None
 
 
 def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_files(
@@ -213,7 +185,6 @@ def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_fi
     change = _files(f"hf:{tmp_path}/b::test").change_since(before)
     assert change is not None
     assert change[0] == CHANGED
-    assert "configuration default, split train, " in change[1]
     (tmp_path / "b" / "train.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
     change = _files(f"hf:{tmp_path}/b").change_since(before)
     assert change == (CHANGED, "train.jsonl: new, gone, or with other contents")

@@ -60,10 +60,10 @@ def test_parquet_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
             open_source(tmp_path)
 
     path.write_text("no parquet")
-    refused(" is no parquet file")
+    refused(" cannot be read as parquet")
     for content, message in [
         ({"content": ["a"], "id": [1]}, ' has the columns content, id; it needs "text" or "token'),
-        ({"text": [1.5]}, r": column 'text' holds double, not text \(strings\) or token"),
+        ({"text": [1.5]}, r": column 'text' holds double, not text or lists of token ids"),
     ]:
         pq.write_table(pa.table(content), path)
         refused(message)
