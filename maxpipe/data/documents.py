@@ -261,10 +261,9 @@ class EncodedDocuments:
         return skipped
 
     def __getitem__(self, index: int) -> Encoded:
-        """Return [begin..., tokens..., eos], all of them targets, or nothing if it has no tokens; of a
-        `MarkedText` its own tokens, of which those that overlap one of its spans are targets.
+        """Return [begin..., tokens..., eos], all of them targets, or nothing if it has no tokens.
 
-        Raises BadDocument for a document that is not to be skipped, and ConfigError for a token id
+        A `MarkedText` has its own tokens; those that overlap one of its spans are targets. Raises BadDocument for a document that is not to be skipped, and ConfigError for a token id
         outside the vocabulary.
         """
         try:
