@@ -263,8 +263,8 @@ class EncodedDocuments:
     def __getitem__(self, index: int) -> Encoded:
         """Return [begin..., tokens..., eos], all of them targets, or nothing if it has no tokens.
 
-        A `MarkedText` has its own tokens; those that overlap one of its spans are targets. Raises BadDocument for a document that is not to be skipped, and ConfigError for a token id
-        outside the vocabulary.
+        A `MarkedText` has its own tokens; those that overlap one of its spans are targets. Raises
+        BadDocument unless bad documents are skipped, ConfigError for an id beyond the vocabulary.
         """
         try:
             return self.encode(self._documents[index])
