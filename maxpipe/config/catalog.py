@@ -71,14 +71,14 @@ class Schedule(Variant):
 _SCHEDULES = "maxpipe.pipeline.schedules."
 SCHEDULES: dict[str, Schedule] = {
     "circular": Schedule(
-        _SCHEDULES + "circular:circular",
+        _SCHEDULES + "lockstep:circular",
         engines=("circular",),
         repeats=None,
         delays=True,
         summary="all forwards, then all backwards, several chunks per stage",
     ),
     "gpipe": Schedule(
-        _SCHEDULES + "circular:gpipe",
+        _SCHEDULES + "lockstep:gpipe",
         engines=("circular", "mpmd"),
         delays=True,
         summary="all forwards, then all backwards, one chunk per stage",

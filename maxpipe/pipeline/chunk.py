@@ -128,14 +128,7 @@ def apply_first_layers(
     side: SideInputs,
     key: jax.Array | None,
 ) -> jax.Array:
-    """Apply the first dense layers, if the model has any.
-
-    Args:
-      layers: {"0": ..., "1": ...}, empty without such layers.
-      prepare: as in `layer_function`.
-      policy: what a layer saves besides its input.
-      x: activations [B, T, D].
-    """
+    """Apply the first dense layers, {"0": ..., "1": ...}, to x [B, T, D], if the model has any."""
 
     def apply(
         layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
@@ -162,17 +155,13 @@ def apply_layers(
     *,
     scan: bool,
 ) -> tuple[jax.Array, AuxiliaryLosses]:
-    """Apply consecutive layers.
+    """Apply consecutive layers to x [B, T, D]; auxiliary losses are summed.
 
     Args:
       layer_fn: the result of `layer_function`, perhaps rematerialised.
       layers: parameters, leaves [L, ...]; without `scan` perhaps a tuple with one tree per layer.
       index: the layers' indices in model order, int32 [L].
-      x: activations [B, T, D].
       scan: whether to compile one layer in a loop, not L copies.
-
-    Returns:
-      (activations, auxiliary losses summed over layers and sequences).
     """
     if scan and index.shape[0] > 1:
         assert not isinstance(layers, tuple)
@@ -218,10 +207,7 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
 
 
 def offloaded_names(config: PipelineConfig) -> tuple[str, ...]:
-    """Return the names of the tensors that wait for the backward in the host's memory.
-
-    Without rematerialisation there are none: all values are saved on the device.
-    """
+    # Without rematerialisation all values are saved on the device.
     recomputes = config.remat_iterations or config.remat_layers
     return remat_policy(config).host if recomputes else ()
 
@@ -234,7 +220,6 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
     """Return `f` with a backward that recomputes what the policy does not save.
 
     Args:
-      policy: which tensors it saves, and where.
       prevent_cse: keep XLA from merging what the backward recomputes with the forward, which would
         save it after all. Not needed where the two are in different loops, or where the backward
         reads what the forward stored at indices known only at run time: XLA does not merge them
@@ -258,9 +243,6 @@ class Remat:
     them again too, which makes two passes through each layer.
 
     With neither, an iteration saves what the policy `none` does.
-
-    Args:
-      prevent_cse: as in `checkpoint`.
     """
 
     def __init__(self, config: PipelineConfig, policy: RematPolicy, *, prevent_cse: bool = True):
@@ -279,11 +261,7 @@ class Remat:
         return checkpoint(f, policy, prevent_cse=self._prevent_cse)
 
     def layer(self, f: LayerFn, *, is_only: bool) -> LayerFn:
-        """Wrap one layer, called as f(parameters, index, x, side inputs, key).
-
-        Args:
-          is_only: whether an iteration has no other layer.
-        """
+        """Wrap one layer, perhaps the only one of an iteration."""
         if not self._layers:
             holds_all = is_only or self._holds_cheap or self._policy.everything
             return f if holds_all else checkpoint(f, RematPolicy(NAMED))

@@ -133,14 +133,13 @@ def execute_pipeline(
 
 
 def _microbatches(x: jax.Array, num_microbatches: int) -> jax.Array:
-    """Return a batch [B, ...] as [M, B / M, ...]."""
-    x = jnp.asarray(x)
+    x = jnp.asarray(x)  # [B, ...]
     rows = x.shape[0] if x.ndim else 0
     if num_microbatches < 1 or not rows or rows % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} must divide the batch's rows, {rows} here"
         )
-    return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+    return x.reshape(num_microbatches, rows // num_microbatches, *x.shape[1:])  # [M, B / M, ...]
 
 
 def _run(
@@ -258,14 +257,7 @@ def _pure(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> PureStage:
-    """Return `module` as a function without state of its own, which a loop can call.
-
-    Args:
-      x: a microbatch [B / M, ...].
-
-    Raises:
-      ValueError: a Linen module is not bound or would change its own state.
-    """
+    """Return `module` as a function without state of its own, which a loop can call."""
     if isinstance(module, nnx.Module):
         return _pure_nnx(module, index)
     if isinstance(module, nn.Module):
@@ -285,7 +277,6 @@ def _pure_linen(
     args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> PureStage:
-    """Return a bound Linen module as a function whose keys depend on microbatch and stage."""
     if module.scope is None:
         message = "a Linen module must be bound: use it inside another module"
         raise ValueError(f"{message}, module.bind, or PipelineModule")
@@ -323,7 +314,6 @@ def _pure_linen(
 
 
 def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
-    """Return an NNX module as a function whose keys depend on microbatch and stage."""
     graph, *states = nnx.split(module, nnx.RngState, ...)
     rng_state, other_state = states
     # One draw is counted for every stream, so that the next call differs. A module from outside the

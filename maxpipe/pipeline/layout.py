@@ -133,9 +133,6 @@ def layers_in_chunks(config: Config) -> range:
 
     Layers outside the pipeline are among them where a unit runs on one stage: there they are part
     of the first or the last chunk.
-
-    Args:
-      config: the resolved configuration.
     """
     total, inside = config.model.stacked_layers, config.pipeline.parallel_layers
     if not ENGINES[config.pipeline.engine].one_program:
@@ -145,11 +142,7 @@ def layers_in_chunks(config: Config) -> range:
 
 
 def build_layout(config: Config) -> StageLayout:
-    """Return which layer lives on which stage.
-
-    Args:
-      config: the resolved configuration, stages chosen (`plan.auto_stages`).
-    """
+    """Return which layer lives on which stage, of a resolved configuration."""
     assert config.pipeline.layers_per_stage != AUTO, "stages are not chosen; see plan.auto_stages"
     pipeline, stages = config.pipeline, num_stages(config)
     engine = ENGINES[pipeline.engine]

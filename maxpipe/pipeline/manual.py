@@ -58,8 +58,7 @@ class Gather:
 
     Args:
       spec: the parameter's PartitionSpec, without leading layer dimensions.
-      param_dtype: dtype in which it is stored.
-      dtype: dtype in which it is gathered and used.
+      param_dtype, dtype: dtypes in which it is stored, and gathered and used.
       manual: mesh axes over which the program is manual.
       in_use: mesh axes that split the parameter in use as well; it is not gathered over them.
       route: the machine's network, which decides the steps of gathers and scatters.
@@ -190,10 +189,7 @@ def gather_tree(gathers: GatherTree, params: Params) -> Params:
 
 
 def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) -> Params:
-    """Sum each gradient over those `axes` that do not split its parameter.
-
-    Over the other axes it has been summed and scattered already.
-    """
+    """Sum each gradient over those `axes` that do not split its parameter; see `Gather.scatter`."""
 
     def sum_leaf(gather: Gather, gradient: jax.Array) -> jax.Array:
         return psum(gradient, [axis for axis in axes if axis not in gather.axes])
@@ -266,8 +262,6 @@ def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
     n = x.shape[dim] // devices
 
     def summed(start: int, size: int, shift: int) -> jax.Array:
-        """Return rows start ... start + size - 1 of this device's part of the sum."""
-
         def part(number: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, number % devices * n + start, size, dim)
 
@@ -313,9 +307,7 @@ def after(values: Tree, *earlier: object) -> Tree:
     An optimization barrier does not help, since XLA removes it before it schedules. What works is a
     data dependency, through a condition that is never true, which XLA does not notice.
 
-    Args:
-      values: operands of a collective, or of a loop with collectives; a pytree of arrays.
-      earlier: results of what must run first, pytrees of arrays; None is ignored.
+    The earlier values are pytrees of arrays; None is ignored.
     """
     leaves = [leaf for leaf in jax.tree.leaves(earlier) if leaf.size]
     if not leaves:

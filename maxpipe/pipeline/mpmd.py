@@ -31,7 +31,6 @@ from typing import Generic, Literal, TypeVar
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.pipeline.engines.mpmd.fitting import check_meshes
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.engines.mpmd.own import Arguments, PipelinedProgram, Settings
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, dump
@@ -120,13 +119,8 @@ class Pipelined(Generic[ResultT]):
         batch_specs: Specs | None,
         reduction: Literal["mean", "sum"],
     ):
-        if not isinstance(table, Table):
-            raise ValueError(
-                f"table={table!r} is no table; pass "
-                f"load_schedule({table!r}, num_stages, num_microbatches)"
-            )
         validate(table)
-        check_meshes(meshes, table)
+        _check_meshes(meshes, table)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")
         if max(mesh.size for mesh in meshes) > 1 and param_specs is None and batch_specs is None:
@@ -205,3 +199,25 @@ class Pipelined(Generic[ResultT]):
         if key not in self._programs:
             self._programs[key] = PipelinedProgram(self._function, shapes, self._settings)
         return self._programs[key]
+
+
+def _check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
+    if len(meshes) != table.num_stages:
+        raise ValueError(
+            f"there are {len(meshes)} meshes, but the table ({table.name}) has {table.num_stages} "
+            f"stages; give one mesh for each stage"
+        )
+    # One PartitionSpec says how an array lies before and after a transfer between stages.
+    if len({mesh.axis_names for mesh in meshes}) > 1:
+        raise ValueError(
+            "the meshes differ in their axes; give all the same names, with size 1 for an axis "
+            "that a stage does not use"
+        )
+    # Stages that share a device would take turns on it, which no schedule foresees.
+    devices = [device for mesh in meshes for device in mesh.devices.flat]
+    here = jax.process_index()
+    if len({*devices}) < len(devices) or any(d.process_index != here for d in devices):
+        raise ValueError(
+            "give each stage devices of its own, of this process, which drives all stages "
+            "(jax.config.update('jax_num_cpu_devices', N) simulates N of them)"
+        )

@@ -57,8 +57,7 @@ class SplitVjp(Generic[Weights, Inputs, Outputs]):
 
     Args:
       f: pure function of an activation `x` (one array), a pytree `weights`, and a pytree `inputs`
-        that has no gradient.
-      x, weights, inputs: arrays or shapes to trace it with; every later call has the same shapes.
+        that has no gradient; traced with arrays or shapes.
 
     Attributes:
       residuals: shapes of what `forward` hands to `backward`: the residuals that depend on `x`,
@@ -123,9 +122,6 @@ class SplitBackwardVjp(SplitVjp[Weights, Inputs, Outputs]):
     Loops stay in one piece: gradients of weights that arise in a loop are computed with the input
     gradient, and stashed.
 
-    Args:
-      f, x, weights, inputs: as for `SplitVjp`.
-
     Attributes:
       stash: shapes of what `input_gradient` hands to `weight_gradients`, each once.
     """
@@ -177,7 +173,6 @@ class SplitBackwardVjp(SplitVjp[Weights, Inputs, Outputs]):
     def input_gradient(
         self, residuals: Sequence[jax.Array], weights: Weights, inputs: Inputs, cotangent: Outputs
     ) -> tuple[jax.Array, Arrays]:
-        """Return (gradient of x, stash), given the cotangent of the outputs."""
         dx, *stash = self._input_gradient(residuals, weights, inputs, cotangent)
         return dx, stash
 
@@ -212,7 +207,6 @@ def dependence(jaxpr: Jaxpr, tainted: Sequence[bool]) -> list[bool]:
 
 
 def _equation_dependence(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
-    """Return for each output of an equation whether it may depend on a tainted input."""
     name = eqn.primitive.name
     if name == "scan":
         return _scan_dependence(eqn, inputs)

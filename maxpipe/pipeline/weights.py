@@ -41,9 +41,7 @@ def gather_of(
 ) -> Gather:
     """Return the gather of a parameter for use, in a program that is manual over some mesh axes.
 
-    Args:
-      dtype: compute dtype of the model.
-      at_rest: the parameter's layout, without leading dimensions; by default that of the rules.
+    `at_rest` is its layout, without leading dimensions, by default that of the rules.
     """
     at_rest = at_rest or rules.spec(spec.axes, spec.shape)
     in_use, used_as = axes_in_use(rules, spec), spec.compute_dtype(dtype)
@@ -53,10 +51,7 @@ def gather_of(
 class Weights:
     """Shardings of a model's live parameters, {"embed", "layers", "head"}.
 
-    Args:
-      specs: the `ParamSpec`s of all parameters, `ModelProgram.specs`.
-      layer_axes, layer_shape: logical axes and sizes of the leading dimensions of live layer
-        parameters.
+    Live layer parameters have leading dimensions, of which axes and sizes are given.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ from maxpipe.config.imports import is_installed
 from maxpipe.pipeline.schedules.improve import improve
 from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.lockstep import throttled
 from maxpipe.pipeline.schedules.order import place, stage_orders
 from maxpipe.pipeline.schedules.table import Table, from_ticks
-from maxpipe.pipeline.schedules.throttled import throttled
 from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
 from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.plan.simulate import COST_FIELDS, Costs, Simulation, simulate

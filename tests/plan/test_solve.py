@@ -9,8 +9,8 @@ from maxpipe.pipeline.schedules.csv_files import load_csv, to_csv
 from maxpipe.pipeline.schedules.improve import improve
 from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.lockstep import throttled
 from maxpipe.pipeline.schedules.order import place, stage_orders
-from maxpipe.pipeline.schedules.throttled import throttled
 from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
 from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.plan.simulate import Costs, simulate

@@ -60,10 +60,7 @@ class EngineInputs:
 def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | float) -> Metrics:
     """Return what a step reports: token loss, auxiliary losses by name, counts of experts.
 
-    Args:
-      loss: token loss, divided by the global sum of weights.
-      auxiliary: auxiliary losses, summed over sequences.
-      scale: inverse of the number of sequences, for means.
+    Auxiliary losses are summed over sequences; `scale`, for means, is the inverse of their number.
     """
     # Counts are totals of the whole batch, not means over sequences.
     return {"loss": loss} | {
@@ -103,11 +100,7 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
 
     @abstractmethod
     def __init__(self, inputs: EngineInputs):
-        """Build the engine.
-
-        Raises:
-          ConfigError: the engine cannot run this configuration.
-        """
+        """Build the engine; raise ConfigError if it cannot run this configuration."""
 
     @abstractmethod
     def layer_index(self) -> np.ndarray | tuple[np.ndarray, ...]:
@@ -130,7 +123,6 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
         Args:
           params: live parameters in `param_dtype`.
           batch: tokens, targets, positions, segment_ids int32 [B, T], weights float32 [B, T].
-          key: PRNG key of the step.
 
         Returns:
           ({"loss", *names of auxiliary losses}, gradients of their sum, like `params` but

@@ -33,7 +33,6 @@ def adapt(
 
     Args:
       table: a free-running table with I and W.
-      times: times of the units; those of a B do not matter.
       max_in_flight: chunks that may be in flight on a stage, at least as many as the table has.
       others: further orders of F and I on each stage to try.
     """
@@ -50,8 +49,7 @@ def adapt(
 
 @lru_cache(maxsize=64)
 def _best(workload: Workload, published: Orders, queues: tuple[Orders, ...]) -> Orders:
-    """Return the best orders found; cached, since a run needs the same ones several times."""
-    assert workload.fits(published)
+    # Cached, since a run needs the same orders several times.
     limit = workload.time(published)
     assert limit is not None
 
@@ -87,7 +85,7 @@ def fill(workload: Workload, queues: Orders, patience: float, level: bool) -> Or
     """Return orders with a W for each I, where their stages would wait or their memory is full.
 
     Args:
-      queues: order of F and I on each stage; no more F than `max_in_flight` before their I.
+      queues: order of F and I on each stage.
       patience: share of a W's time by which the W may hold up the next unit.
       level: whether a W also runs if its stage would otherwise have waited longer than any other
         has so far.

@@ -62,14 +62,10 @@ def v_min(num_stages: int, num_microbatches: int) -> Table:
 def _repeated_block(
     name: str, num_stages: int, num_microbatches: int, hops: Sequence[int], max_in_flight: int
 ) -> Table:
-    """Build the table of a building block.
+    """Build the table of a building block; `hops` are times to the next stage, in each of `PASSES`.
 
     The block gives each stage the order of its F and I. A W runs when its stage would be idle, or
     has `max_in_flight` chunks in flight.
-
-    Args:
-      hops: units of time from a stage to the next, in each of `PASSES`.
-      max_in_flight: most chunks in flight on a stage, at least what the block needs.
     """
     # 1. Repeat the shortest block that fits the memory, one per microbatch.
     for starts in _blocks(num_stages, hops):
@@ -112,10 +108,7 @@ def _blocks(num_stages: int, hops: Sequence[int]) -> Iterator[list[list[int]]]:
 class _Row:
     """One stage's F and I by tick, with W in the ticks between them; a unit takes one tick.
 
-    Attributes:
-      tick: the tick of each F and I.
-      ahead: int [ticks], 1 where an F runs.
-      backward: int [ticks], 1 where an I runs.
+    Int [ticks] `ahead` is 1 where an F runs, `backward` where an I does.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.pipeline.schedules.order import DeadlockError, RawUnit, place
+from maxpipe.pipeline.schedules.order import RawUnit, place
 from maxpipe.pipeline.schedules.table import (
     IDLE,
     LOCKSTEP_COLUMN,
@@ -29,7 +29,7 @@ from maxpipe.pipeline.schedules.table import (
     Table,
     stages_of_chunks,
 )
-from maxpipe.pipeline.schedules.validate import validate, validate_units
+from maxpipe.pipeline.schedules.validate import validate
 
 CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -38,7 +38,7 @@ IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV
 
 
 class Cell(NamedTuple):
-    """A cell of the file; row and column count from 0."""
+    """A unit of the file; row and column count from 0."""
 
     row: int
     column: int
@@ -50,16 +50,11 @@ class Cell(NamedTuple):
         unit = f"{self.chunk}{self.kind}{self.microbatch}"
         return f"{unit} (row {self.row + 1}, column {self.column + 1})"
 
-    @property
-    def unit(self) -> RawUnit:
-        return self.kind, self.microbatch, self.chunk
-
 
 class CsvFile(NamedTuple):
     """A file.
 
     Attributes:
-      num_rows: number of rows, one per stage.
       cells: its units, by row, in the row's order.
       ignored: number of its cells of each kind that is not a unit.
       has_overlaps: whether a cell holds two units.
@@ -89,17 +84,12 @@ class CsvFile(NamedTuple):
         return self.num_rows > 1
 
     def note(self, path: Path) -> str:
-        """Return how the file was read, if not cell by cell."""
-        if not self.is_order:
-            return ""
-        pairs = "cells with two units"
-        reason = f"it has {pairs if self.has_overlaps else 'no idle cells between units'}"
+        """Return how the order of a file was read, for the user."""
+        reason = "it has cells with two units, or no idle cells between units"
         if self.ignored:
-            number = sum(self.ignored.values())
-            what = "cell is" if number == 1 else "cells are"
             reason = (
-                f"the engines place transfers, gathers and reductions themselves, so {number} "
-                f"{what} ignored ({', '.join(sorted(self.ignored))})"
+                f"the engines place transfers, gathers and reductions themselves; ignored are "
+                f"{self.ignored.total()} cells ({', '.join(sorted(self.ignored))})"
             )
         return f"pipeline.schedule={path}: read as an order of units, not as ticks: {reason}"
 
@@ -114,10 +104,7 @@ def read_cells(path: Path) -> CsvFile:
         # utf-8-sig drops the byte order mark that spreadsheets write.
         rows = list(csv.reader(path.read_text("utf-8-sig").rstrip("\r\n").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        if isinstance(error, csv.Error):
-            reason = str(error)
-        raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
+        raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {error}") from error
     file = CsvFile(len(rows), [], Counter(), any("OVERLAP" in t for row in rows for t in row))
     for row, texts in enumerate(rows):
         for column, text in enumerate(t.strip() for t in texts):
@@ -131,13 +118,12 @@ def read_cells(path: Path) -> CsvFile:
                     raise ScheduleError(f"{at}: {text!r} {NO_UNIT}")
     if not file.cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
-    chunk = max(file.cells, key=lambda cell: cell.chunk)
-    microbatch = max(file.cells, key=lambda cell: cell.microbatch)
+    last = max(cell.chunk for cell in file.cells), max(cell.microbatch for cell in file.cells)
     # A wrong number would make arrays of its size.
-    if (chunk.chunk + 1) * (microbatch.microbatch + 1) > len(file.cells):
+    if (last[0] + 1) * (last[1] + 1) > len(file.cells):
         raise ScheduleError(
-            f"pipeline.schedule={path}: {chunk} and {microbatch} are the last chunk and the last "
-            f"microbatch, but there are only {len(file.cells)} units"
+            f"pipeline.schedule={path}: the last chunk is {last[0]} and the last microbatch "
+            f"{last[1]}, but there are only {len(file.cells)} units"
         )
     return file
 
@@ -152,7 +138,8 @@ def _parts(text: str) -> list[str]:
 
 
 def to_csv(table: Table) -> str:
-    width = table.columns_per_tick
+    # A lockstep tick has a column for W only if there are W units.
+    width = (3 if "W" in table.kinds else 2) if table.lockstep else 1
     rows = [[""] * (table.num_ticks * width) for _ in range(table.num_stages)]
     for kind in table.kinds:
         tick, stage, microbatch, chunk = (a.tolist() for a in table.units(kind))
@@ -185,8 +172,7 @@ def load_csv(
     """Read and validate a table.
 
     Args:
-      num_stages, num_microbatches, num_repeats: sizes that the table must have; any number of
-        repeats if it is None.
+      num_stages, num_microbatches, num_repeats: sizes that the table must have.
       forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.
 
     Raises:
@@ -203,9 +189,10 @@ def load_csv(
             f"microbatches and {repeats} repeats, but mesh.ici.stage={num_stages}, "
             f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
-    table = _as_written(path, file, forwarding_delay, slack)
+    placement = _placement(path, file)
     # A file with ticks must be valid as it is; an order gets the ticks that its inputs allow.
     if not file.is_order:
+        table = _as_written(path, file, placement, forwarding_delay, slack)
         validate(table)
         return table
     if forwarding_delay > 1:
@@ -213,17 +200,23 @@ def load_csv(
             f"pipeline.delay_activation_forwarding=true: {path} is an order of units without "
             f"ticks, which has nothing to delay; set it to false"
         )
-    validate_units(table)
-    return _timed(path, file, table)
+    orders: list[list[RawUnit]] = [[] for _ in range(num_stages)]
+    for cell in file.cells:
+        orders[cell.row].append((cell.kind, cell.microbatch, cell.chunk))
+    timed = place(str(path), *file.sizes, orders, placement)
+    table = replace(timed, name=path.stem, source=str(path), note=file.note(path))
+    validate(table)
+    return table
 
 
-def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) -> Table:
+def _as_written(
+    path: Path, file: CsvFile, placement: str, forwarding_delay: int, slack: int
+) -> Table:
     """Return a table with every unit in the tick of its column, which need not be valid."""
     num_stages, num_microbatches, num_repeats = file.sizes
     # A lockstep tick has a column for each kind: if one cell is elsewhere, columns are ticks.
     width = 3 if any(cell.kind == "W" for cell in file.cells) else 2
-    in_columns = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
-    lockstep = in_columns and not file.is_order
+    lockstep = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
     width = width if lockstep else 1
     shape = (1 + max(cell.column for cell in file.cells) // width, num_stages)
     kinds = {"F", *(cell.kind for cell in file.cells)}
@@ -242,7 +235,7 @@ def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) ->
         num_repeats=num_repeats,
         microbatch=microbatch,
         chunk=chunk,
-        placement=_placement(path, file.cells, num_stages, num_repeats),
+        placement=placement,
         lockstep=lockstep,
         forwarding_delay=forwarding_delay,
         slack=slack,
@@ -250,39 +243,21 @@ def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) ->
     )
 
 
-def _timed(path: Path, file: CsvFile, table: Table) -> Table:
-    """Return the free-running table of the file's orders; `table` has its units."""
-    sizes = table.num_stages, table.num_microbatches, table.num_repeats
-    orders: list[list[RawUnit]] = [[] for _ in range(table.num_stages)]
-    for cell in file.cells:
-        orders[cell.row].append(cell.unit)
-    try:
-        timed = place(table.name, *sizes, orders, table.placement)
-    except DeadlockError as error:
-        cells = {cell.unit: cell for cell in file.cells}
-        pairs = ", ".join(f"{cells[unit]} for {cells[needs]}" for unit, needs in error.waiting)
-        raise ScheduleError(
-            f"pipeline.schedule={path}: units wait for ever: {pairs}; put some of them elsewhere"
-        ) from error
-    return replace(timed, source=table.source, note=file.note(path))
-
-
-def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int) -> str:
+def _placement(path: Path, file: CsvFile) -> str:
     """Return `loop` or `v`, whichever all cells agree with.
 
     Raises:
       ScheduleError: neither; names a cell that contradicts the placement that fits better.
     """
+    num_stages, _, num_repeats = file.sizes
     strays = {}
     for placement in ("loop", "v"):
         stage = stages_of_chunks(num_stages, num_repeats, placement)
-        strays[placement] = [cell for cell in cells if stage[cell.chunk] != cell.row]
-        if not strays[placement]:
-            return placement
+        strays[placement] = [(cell, stage) for cell in file.cells if stage[cell.chunk] != cell.row]
     placement = min(strays, key=lambda p: len(strays[p]))
-    stray = strays[placement][0]
-    row = 1 + int(stages_of_chunks(num_stages, num_repeats, placement)[stray.chunk])
-    raise ScheduleError(
-        f"pipeline.schedule={path}: {stray} is on the wrong stage; chunk {stray.chunk} belongs to "
-        f"row {row}"
-    )
+    for cell, stage in strays[placement][:1]:
+        raise ScheduleError(
+            f"pipeline.schedule={path}: {cell} is on the wrong stage; chunk {cell.chunk} belongs "
+            f"to row {1 + stage[cell.chunk]}"
+        )
+    return placement

@@ -40,7 +40,6 @@ def neighbours(
 def _moves_of_block(
     workload: Workload, orders: Orders, stage: int, first: int, last: int
 ) -> Iterator[tuple[Move, Orders]]:
-    """Yield moves of the units from `first` to `last` of a stage's order."""
     row = orders.stages[stage]
     shifts = [(i + 1, i) for i in range(first, last)]
     shifts += [(i, first) for i in range(first + 2, min(last + 1, first + 5))]
@@ -65,7 +64,6 @@ def _moves_of_block(
 def _joins(
     workload: Workload, orders: Orders, path: list[int], index: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[Move, Orders]]:
-    """Yield orders with a backward of the path joined or split."""
     pairs = workload.num_pairs
     for unit in path:
         if not pairs <= unit < 2 * pairs:
@@ -99,7 +97,6 @@ def improve(
     """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
-      orders: legal orders that fit the memory, where the search starts.
       max_trials: number of orders to time; the search is deterministic if it gets this far.
       until: time of `time.monotonic` at which the search stops.
       by_span: whether to minimise the longest span instead of the makespan.

@@ -61,29 +61,18 @@ def schedule_units(workload: Workload, policy: Policy) -> Orders:
 
 @dataclass
 class _State:
-    """Units that have run.
-
-    Attributes:
-      rows: the orders so far.
-      free: time from which each stage is free.
-      in_flight: chunks in flight on each stage.
-      due: W that are due on each stage.
-      forwards, backwards: how many of each chunk have run.
-      end: end of each unit that has run.
-    """
-
     workload: Workload
     policy: Policy
 
     def __post_init__(self) -> None:
         stages, chunks = self.workload.num_stages, self.workload.num_chunks
-        self.rows: list[list[int]] = [[] for _ in range(stages)]
-        self.free = [0.0] * stages
-        self.in_flight = [0] * stages
-        self.due: list[list[int]] = [[] for _ in range(stages)]
-        self.forwards = [0] * chunks
+        self.rows: list[list[int]] = [[] for _ in range(stages)]  # the orders so far
+        self.free = [0.0] * stages  # time from which each stage is free
+        self.in_flight = [0] * stages  # chunks on each stage
+        self.due: list[list[int]] = [[] for _ in range(stages)]  # W of each stage
+        self.forwards = [0] * chunks  # how many of each chunk have run
         self.backwards = [0] * chunks
-        self.end: dict[int, float] = {}
+        self.end: dict[int, float] = {}  # of each unit that has run
         self.whole = frozenset(range(self.workload.num_pairs)) if self.policy.whole else frozenset()
         self.chunks = [
             [chunk for chunk, at in enumerate(self.workload.stage_of) if at == stage]
@@ -136,7 +125,6 @@ class _State:
             self.in_flight[stage] -= 1
 
     def _forwards(self, stage: int) -> list[tuple[float, int]]:
-        """Return (arrival of the input, F) of each chunk's next F that may start."""
         workload, chunks = self.workload, self.chunks[stage]
         # A microbatch that has begun must be able to finish: keep room for its other chunks here.
         oldest = min(self.forwards[chunk] for chunk in chunks)
@@ -151,7 +139,6 @@ class _State:
         return options
 
     def _backwards(self, stage: int) -> list[tuple[float, int]]:
-        """Return (arrival of the input, backward) of each chunk's next backward."""
         options = []
         for chunk in self.chunks[stage]:
             if self.backwards[chunk] < self.forwards[chunk]:

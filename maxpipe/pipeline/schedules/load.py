@@ -14,12 +14,7 @@ from maxpipe.pipeline.schedules.validate import validate
 
 
 def build_table(config: Config) -> Table:
-    """Build the schedule's table for a resolved configuration with a pipeline.
-
-    Raises:
-      ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option
-        that is on.
-    """
+    """Build the schedule's table for a resolved configuration with a pipeline."""
     pipeline = config.pipeline
     return load_schedule(
         pipeline.schedule,
@@ -68,10 +63,9 @@ def load_schedule(
 
     Args:
       schedule: value of `pipeline.schedule`, or the path of a CSV file.
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1; need not be a multiple of S.
-      num_repeats: V, chunks per stage, at least 1; by default the schedule's or the file's own, 1
-        where any number is legal.
+      num_microbatches: M; need not be a multiple of S.
+      num_repeats: V, chunks per stage; by default the schedule's or the file's own, 1 where any
+        number is legal.
       forwarding_delay: ticks from sending to first use; 2 is
         `pipeline.delay_activation_forwarding`.
       slack: ticks between the last chunk's F and its B; 1 is `pipeline.overlap_slots`.
@@ -83,17 +77,18 @@ def load_schedule(
     """
     schedule = os.fspath(schedule)
     if is_csv(schedule):
-        return load_csv(
-            schedule,
-            num_stages,
-            num_microbatches,
-            num_repeats,
-            forwarding_delay=forwarding_delay,
-            slack=slack,
-        )
+        sizes = num_stages, num_microbatches, num_repeats
+        return load_csv(schedule, *sizes, forwarding_delay=forwarding_delay, slack=slack)
     if num_repeats is None:
         num_repeats = SCHEDULES[schedule].repeats_for(1) if schedule in SCHEDULES else 1
-    check_named(schedule, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
+    given = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_repeats": num_repeats,
+        "forwarding_delay": forwarding_delay,
+        "slack": slack,
+    }
+    _check_supported(schedule, **given)
     facts = SCHEDULES[schedule]
     options: dict[str, int | UnitTimes] = {}
     if facts.repeats is None:
@@ -105,41 +100,18 @@ def load_schedule(
     if facts.timed and times:
         options["times"] = times
     table = implementation(facts)(num_stages, num_microbatches, **options)
-    given = num_stages, num_microbatches, num_repeats, forwarding_delay, slack
-    _check_table(schedule, facts.implementation, table, given)
+    # The function may be a user's.
+    wrong = [f"{name}={value}" for name, value in given.items() if getattr(table, name, 0) != value]
+    if not isinstance(table, Table) or wrong or table.kinds == ("F",):
+        raise ScheduleError(
+            f"pipeline.schedule={schedule}: {facts.implementation} must return a Table, such as "
+            f"from_ticks and place make, with backward units{f' and {wrong[0]}' if wrong else ''}"
+        )
+    validate(table)
     return table
 
 
-def _check_table(
-    schedule: str, function: str, table: Table, given: tuple[int, int, int, int, int]
-) -> None:
-    """Check what a schedule's function returned, which may be a user's.
-
-    Raises:
-      ScheduleError: it is no table, not as asked for (stages, microbatches, repeats, delay, slack),
-        or invalid.
-    """
-    if not isinstance(table, Table):
-        raise ScheduleError(
-            f"pipeline.schedule={schedule}: {function} returned {type(table).__name__}; return a "
-            f"Table, such as from_ticks and place make"
-        )
-    names = ("num_stages", "num_microbatches", "num_repeats", "forwarding_delay", "slack")
-    for name, value in zip(names, given, strict=True):
-        if getattr(table, name) != value:
-            raise ScheduleError(
-                f"pipeline.schedule={schedule}: {function} returned a table with "
-                f"{name}={getattr(table, name)}, but was asked for {value}"
-            )
-    validate(table)
-    if table.kinds == ("F",):
-        raise ScheduleError(
-            f"pipeline.schedule={schedule}: {function} returned a table without backward units; "
-            f"add B, or I and W"
-        )
-
-
-def check_named(
+def _check_supported(
     schedule: str,
     num_stages: int,
     num_microbatches: int,
@@ -147,12 +119,6 @@ def check_named(
     forwarding_delay: int,
     slack: int,
 ) -> None:
-    """Check that a schedule of the catalogue supports these arguments of `load_schedule`.
-
-    Raises:
-      ValueError: there is no such schedule.
-      ScheduleError: sizes are below 1, or it does not support options; with all reasons.
-    """
     if schedule not in SCHEDULES:
         raise ValueError(
             misnamed_table(schedule)

@@ -1,7 +1,8 @@
-"""Build lockstep 1F1B and lockstep zero bubble, for one SPMD program: all stages share a tick.
+"""Build tables for one SPMD program, in which all stages share a tick.
 
-Letters: S stages, M microbatches, V repeats, d forwarding delay, N ticks; F, B, I and W the time of
-a unit of one chunk.
+These are circular and GPipe, lockstep 1F1B and zero bubble, and lockstep tables under any cap of
+memory. Letters: S stages, M microbatches, V repeats, d forwarding delay, N ticks; F, B, I and W the
+time of a unit of one chunk.
 
 Every tick has an F slot, then a B (or I) slot, then perhaps a W slot. The smallest example is
 `lockstep_1f1b` with S=2, M=3, V=1, where the last stage runs the B of a microbatch in the tick of
@@ -120,3 +121,121 @@ def _ticks(
     forward = position[:, :, None] + forwarding_delay * stage
     backward = position[:, ::-1, None] + first_backward + forwarding_delay * stage[::-1]
     return forward.reshape(shape), backward.reshape(shape)
+
+
+def circular(
+    num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int = 1
+) -> Table:
+    """Build the circular pipeline: all microbatches pass one chunk of every stage, then the next.
+
+    The backward mirrors the forward in time, as differentiating the forward loop does.
+    Stage s runs microbatch m of chunk c at tick c*max(M, d*S) + m + d*s. From MaxText and Praxis;
+    called looped breadth-first by Lamy-Poirier, arXiv:2211.05953. For M >= d*S
+
+        ticks      M*V + d(S-1) forward, the same backward
+        bubble     d(S-1) / (M*V + d(S-1)) of the time
+        in flight  M*V on every stage
+
+    An example with S=2, M=3, V=2. Stage 0 starts chunk 2 when all microbatches have passed its
+    chunk 0; microbatch 0 is back from stage 1 in tick 2 and waits one tick:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13
+        stage 0 0F0 0F1 0F2 2F0 2F1 2F2         2B2 2B1 2B0 0B2 0B1 0B0
+        stage 1     1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0
+    """
+    return _breadth_first("circular", num_stages, num_microbatches, num_repeats, forwarding_delay)
+
+
+def gpipe(num_stages: int, num_microbatches: int, forwarding_delay: int = 1) -> Table:
+    """Build GPipe, the circular pipeline with one chunk per stage; Huang et al., arXiv:1811.06965.
+
+        ticks      M + d(S-1) forward, the same backward
+        bubble     d(S-1) / (M + d(S-1)) of the time
+        in flight  M on every stage
+
+    An example with S=2, M=3:
+
+        tick    0  1  2  3  4  5  6  7
+        stage 0 F0 F1 F2       B2 B1 B0
+        stage 1    F0 F1 F2 B2 B1 B0
+    """
+    return _breadth_first("gpipe", num_stages, num_microbatches, 1, forwarding_delay)
+
+
+def _breadth_first(
+    name: str, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int
+) -> Table:
+    repeat, stage = np.divmod(np.arange(num_repeats * num_stages), num_stages)  # [V*S] each
+    # A chunk of all microbatches takes M ticks, or a microbatch's way around the ring if longer.
+    stride = max(num_microbatches, forwarding_delay * num_stages)
+    # [M, 1] + [V*S] -> [M, V*S]
+    forward = np.arange(num_microbatches)[:, None] + stride * repeat + forwarding_delay * stage
+    backward = 2 * (int(forward.max()) + 1) - 1 - forward
+    return from_ticks(
+        name,
+        num_stages,
+        num_repeats,
+        {"F": forward, "B": backward},
+        lockstep=True,
+        forwarding_delay=forwarding_delay,
+    )
+
+
+def throttled(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    placement: str,
+    max_in_flight: int,
+    splits_backward: bool,
+) -> Table:
+    """Build a lockstep table in which an F starts only if the stage's memory has room for it.
+
+    There is room if afterwards the other forwards of the oldest microbatch that has any left on the
+    stage still fit, so that it can pass all chunks and come back. Later chunks run first. A W runs
+    in the tick of its I.
+
+    Args:
+      max_in_flight: most chunks in flight on a stage, at least `num_repeats`.
+      splits_backward: whether backwards are I and W; otherwise B.
+    """
+    stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
+    num_chunks, last = len(stage_of), len(stage_of) - 1
+    chunks = [[c for c in range(num_chunks) if stage_of[c] == s] for s in range(num_stages)]
+    forward = np.full((num_microbatches, num_chunks), -1)
+    backward = np.full((num_microbatches, num_chunks), -1)
+    forwards, backwards = [0] * num_chunks, [0] * num_chunks  # of each chunk, so far
+    in_flight = [0] * num_stages
+    tick = 0
+    while min(backwards) < num_microbatches:
+        # 1. F slots: the latest chunk that fits the memory and has its input.
+        for stage in range(num_stages):
+            room = max_in_flight - in_flight[stage]
+            oldest = min(forwards[c] for c in chunks[stage])
+            rest = sum(forwards[c] <= oldest for c in chunks[stage])
+            for chunk in reversed(chunks[stage]):
+                m = forwards[chunk]
+                if m == num_microbatches or rest + (m > oldest) > room:
+                    continue
+                if chunk == 0 or 0 <= forward[m, chunk - 1] < tick:
+                    forward[m, chunk] = tick
+                    forwards[chunk] += 1
+                    in_flight[stage] += 1
+                    break
+        # 2. Backward slots of the same tick; the last chunk may follow its own F at once.
+        for stage in range(num_stages):
+            for chunk in reversed(chunks[stage]):
+                m = backwards[chunk]
+                if m == forwards[chunk]:
+                    continue
+                if chunk == last or 0 <= backward[m, chunk + 1] < tick:
+                    backward[m, chunk] = tick
+                    backwards[chunk] += 1
+                    in_flight[stage] -= 1
+                    break
+        tick += 1
+    ticks = {"F": forward, "B": backward}
+    if splits_backward:
+        ticks = {"F": forward, "I": backward, "W": backward}
+    return from_ticks(name, num_stages, num_repeats, ticks, placement=placement, lockstep=True)

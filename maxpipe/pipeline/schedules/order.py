@@ -21,22 +21,6 @@ RawUnit = tuple[str, int, int]
 Item = TypeVar("Item")
 
 
-class DeadlockError(ScheduleError):
-    """Orders contradict each other, or a unit is missing.
-
-    Attributes:
-      waiting: for each stage that cannot go on, its next unit and the one for which that waits.
-    """
-
-    def __init__(self, name: str, waiting: Sequence[tuple[RawUnit, RawUnit]]):
-        pairs = ", ".join(f"{Unit(*unit)} for {Unit(*needs)}" for unit, needs in waiting)
-        super().__init__(
-            f"pipeline.schedule={name}: units wait for ever: {pairs}; reorder them, or add what is "
-            f"missing"
-        )
-        self.waiting = waiting
-
-
 def one_forward_one_backward(
     forwards: Sequence[Item], backwards: Sequence[Item], num_warmup: int
 ) -> Iterator[Item]:
@@ -86,8 +70,8 @@ def place(
       orders: the order of units on each stage.
 
     Raises:
-      DeadlockError: the orders contradict each other, or a unit is missing.
-      ScheduleError: a unit does not exist, is doubled, or is on a stage without its chunk.
+      ScheduleError: the orders contradict each other; or a unit is missing, does not exist, is
+        doubled, or is on a stage without its chunk.
     """
     queues = [list(order) for order in orders]
     units = {unit for queue in queues for unit in queue}
@@ -116,7 +100,11 @@ def place(
             if unit in waiting:
                 ready.append(waiting.pop(unit))
     if waiting:
-        raise DeadlockError(name, [(queues[s][position[s]], u) for u, s in waiting.items()])
+        pairs = [f"{Unit(*queues[s][position[s]])} for {Unit(*u)}" for u, s in waiting.items()]
+        raise ScheduleError(
+            f"pipeline.schedule={name}: units wait for ever: {', '.join(pairs)}; reorder them, or "
+            f"add what is missing"
+        )
     ticks: dict[str, np.ndarray] = {}
     for (kind, microbatch, chunk), tick in done.items():
         if kind not in ticks:
@@ -130,20 +118,17 @@ def _check_units(
 ) -> None:
     seen: set[RawUnit] = set()
     for stage, queue in enumerate(queues):
+        chunks = [chunk for chunk, owner in enumerate(stage_of) if owner == stage]
         for unit in queue:
             kind, microbatch, chunk = unit
-            is_unit = kind in KINDS and 0 <= microbatch < num_microbatches
-            if not is_unit or not 0 <= chunk < len(stage_of):
-                wrong = f"does not exist with {num_microbatches} microbatches and {len(stage_of)}"
-                problem = f"{wrong} chunks"
-            elif stage_of[chunk] != stage:
-                problem = f"is on stage {stage}; its chunk belongs to stage {stage_of[chunk]}"
-            elif unit in seen:
-                problem = "is doubled; drop one"
-            else:
-                seen.add(unit)
-                continue
-            raise ScheduleError(f"pipeline.schedule={name}: {Unit(*unit)} {problem}")
+            exists = kind in KINDS and 0 <= microbatch < num_microbatches and chunk in chunks
+            if unit in seen or not exists:
+                raise ScheduleError(
+                    f"pipeline.schedule={name}: {Unit(*unit)} is doubled, or no unit of stage "
+                    f"{stage}, which has chunks {', '.join(map(str, chunks))} and microbatches "
+                    f"0 to {num_microbatches - 1}"
+                )
+            seen.add(unit)
 
 
 def stage_orders(table: Table) -> list[list[RawUnit]]:
@@ -161,10 +146,7 @@ def stage_orders(table: Table) -> list[list[RawUnit]]:
 def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> RawUnit | None:
     """Return the unit whose result this one waits for, or None for the first chunk's F.
 
-    Args:
-      unit: kind, microbatch, global chunk.
-      last_chunk: index of the model's last chunk.
-      units: all units of the table; they tell whether the next chunk's backward is a B or an I.
+    All units of the table tell whether the next chunk's backward is a B or an I.
     """
     kind, microbatch, chunk = unit
     if kind == "F":

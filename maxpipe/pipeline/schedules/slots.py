@@ -63,11 +63,7 @@ class ActivationSlots:
 
 
 def activation_slots(table: Table) -> ActivationSlots:
-    """Assign slots to everything that a table has in flight.
-
-    Args:
-      table: a valid table; if it has F units only, the other stores are empty.
-    """
+    """Assign slots to everything in flight; of F units only, all stores but one are empty."""
     delay = table.forwarding_delay
     forward = table.ticks["F"]
     # Chunk i + 1 reads what chunk i has sent.

@@ -80,7 +80,7 @@ class Table:
       forwarding_delay: ticks from sending an activation or a gradient to its first use, at least 1.
       slack: least number of ticks from the last chunk's F to its B; lockstep only, 0 allows the
         same tick.
-      source: file that the table was read from; errors then name its rows and columns.
+      source: file that the table was read from; errors name it.
       note: how the file was read, if not cell by cell; for the user.
     """
 
@@ -123,11 +123,6 @@ class Table:
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds that have a slot in this table, in slot order."""
         return tuple(k for k in KINDS if k in self.microbatch)
-
-    @property
-    def columns_per_tick(self) -> int:
-        """Return the columns per tick in a CSV file; there is one for W only if W units exist."""
-        return (3 if "W" in self.kinds else 2) if self.lockstep else 1
 
     @property
     def num_ticks(self) -> int:
@@ -200,9 +195,8 @@ def from_ticks(
     """Build a table from the tick of every unit.
 
     Args:
-      name: see `Table`, also for the arguments that are not listed here.
       ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global
-        chunk runs, -1 if never.
+        chunk runs, -1 if never. All other arguments are as in `Table`.
 
     Raises:
       ScheduleError: arrays have other shapes, or two units of a kind are in one tick of a stage.
@@ -248,7 +242,6 @@ def from_ticks(
 
 def forward_only(table: Table) -> Table:
     """Return the table's F units alone, for evaluation, up to the tick of the last of them."""
-    # An evaluation ends with the last F.
     num_ticks = 1 + int(table.ticks["F"].max())
     return replace(
         table,
@@ -266,10 +259,7 @@ class Phase(NamedTuple):
 
 
 def phases(table: Table) -> list[Phase]:
-    """Return the runs of ticks with the same set of active slot kinds, in order, over all ticks.
-
-    A phase is what one loop of a compiled program can cover.
-    """
+    """Return the runs of ticks with the same set of active slot kinds, in order, over all ticks."""
     # bool [N, kinds]: whether any stage has such a unit
     active = np.stack(
         [(table.microbatch[kind] != IDLE).any(axis=1) for kind in table.kinds], axis=1

@@ -19,10 +19,9 @@ TOLERANCE = 1e-9
 
 
 class UnitTimes(NamedTuple):
-    """Times of the units of each global chunk, of transfers and of the head.
+    """Times of the units of each global chunk, [G] each, of transfers and of the head.
 
     Attributes:
-      forward, backward, input_gradient, weight_gradient: time of an F, B, I, W, [G] each.
       communication: time of one transfer between stages.
       head: time of loss and its gradient for one microbatch, after the last chunk's F.
     """
@@ -46,7 +45,6 @@ class Timing(NamedTuple):
     """When the units of some orders run.
 
     Attributes:
-      makespan: end of the last unit.
       span: longest time from a stage's first unit to its last.
       start, end: times of each unit, [3N]; the end of a unit that does not run is negative.
       last: the unit that ends last.
@@ -135,7 +133,6 @@ class Workload:
         return self.stage_of[unit % self.num_chunks]
 
     def duration(self, unit: int, whole: frozenset[int]) -> float:
-        """Return the time of a unit, given the pairs whose backward is a B."""
         pair = unit - self.num_pairs
         return self.whole_durations[pair] if pair in whole else self.durations[unit]
 

@@ -7,7 +7,6 @@ import numpy as np
 from maxpipe.pipeline.schedules.table import (
     IDLE,
     KINDS,
-    LOCKSTEP_COLUMN,
     ScheduleError,
     Table,
     Unit,
@@ -27,10 +26,12 @@ def validate(table: Table) -> None:
     - in a free-running table no stage has two units in one tick.
 
     Raises:
-      ScheduleError: the first violation, with tick, stage and unit, or with row, column and cell of
-        the CSV file that the table came from.
+      ScheduleError: the first violation, with tick, stage and unit.
     """
-    validate_units(table)
+    _check_cells(table)
+    for kind in table.kinds:
+        _check_once(table, kind)
+    _check_complete(table)
     if not table.lockstep:
         _check_one_per_tick(table)
     # A lockstep tick runs F, then B or I, then W, so these may follow each other in one tick.
@@ -41,28 +42,11 @@ def validate(table: Table) -> None:
     _check_after(table, "W", "I", offset=0, gap=same_stage_gap)
 
 
-def validate_units(table: Table) -> None:
-    """Check that every microbatch passes every chunk forward and backward once, in any tick.
-
-    Raises:
-      ScheduleError: a unit does not exist, is doubled or missing; with details as in `validate`.
-    """
-    _check_cells(table)
-    for kind in table.kinds:
-        _check_once(table, kind)
-    _check_complete(table)
-
-
 def describe(table: Table, kind: str, tick: int, stage: int) -> str:
-    """Return a cell and its place: `2F0 at tick 3, stage 2`, in a file `2F0 (row 3, column 4)`."""
-    unit = Unit(
-        kind,
-        int(table.microbatch[kind][tick, stage]),
-        int(table.global_chunk(table.chunk[kind][tick, stage], stage)),
-    )
-    if not table.source:
-        return f"{unit} at tick {tick}, stage {stage}"
-    return f"{unit} (row {stage + 1}, column {_column(table, kind, tick)})"
+    """Return a cell and its place, `2F0 at tick 3, stage 2`."""
+    chunk = int(table.global_chunk(table.chunk[kind][tick, stage], stage))
+    unit = Unit(kind, int(table.microbatch[kind][tick, stage]), chunk)
+    return f"{unit} at tick {tick}, stage {stage}"
 
 
 def _fail(table: Table, message: str) -> NoReturn:
@@ -76,23 +60,16 @@ def _check_cells(table: Table) -> None:
         legal = (microbatch >= 0) & (microbatch < table.num_microbatches)
         legal &= (chunk >= 0) & (chunk < table.num_repeats)
         for tick, stage in np.argwhere(~np.where(idle, chunk == IDLE, legal)):
-            _fail(
-                table,
-                f"{describe(table, kind, tick, stage)} does not exist with "
-                f"{table.num_microbatches} microbatches and {table.num_chunks} chunks "
-                f"({table.num_stages} stages x {table.num_repeats} repeats)",
-            )
+            sizes = f"{table.num_microbatches} microbatches and {table.num_chunks} chunks"
+            _fail(table, f"{describe(table, kind, tick, stage)} does not exist with {sizes}")
 
 
 def _check_one_per_tick(table: Table) -> None:
     running = sum((units != IDLE).astype(int) for units in table.microbatch.values())
     for tick, stage in np.argwhere(np.asarray(running) > 1):
         kinds = [k for k in table.kinds if table.microbatch[k][tick, stage] != IDLE]
-        both = [describe(table, kind, tick, stage) for kind in kinds]
-        _fail(
-            table,
-            f"{' and '.join(both)} are in one tick of a free-running table; give each its own",
-        )
+        units = " and ".join(describe(table, kind, tick, stage) for kind in kinds)
+        _fail(table, f"{units} are in one tick of a free-running table; give each its own")
 
 
 def _check_once(table: Table, kind: str) -> None:
@@ -117,11 +94,8 @@ def _check_complete(table: Table) -> None:
     for microbatch, chunk in np.argwhere(ran["B"] & (ran["I"] | ran["W"])):
         other = "I" if ran["I"][microbatch, chunk] else "W"
         unit = Unit("B", int(microbatch), int(chunk))
-        other_where = _where(table, unit._replace(kind=other))
-        _fail(
-            table,
-            f"{_where(table, unit)} and {other_where} are the same work; keep B alone, or I and W",
-        )
+        both = f"{_where(table, unit)} and {_where(table, unit._replace(kind=other))}"
+        _fail(table, f"{both} are the same work; keep B alone, or I and W")
     for kind in "IW":
         for microbatch, chunk in np.argwhere(~ran["B"] & ~ran[kind]):
             split = ran["I"][microbatch, chunk] or ran["W"][microbatch, chunk]
@@ -134,14 +108,7 @@ def _where(table: Table, unit: Unit) -> str:
 
 
 def _fail_missing(table: Table, unit: Unit) -> NoReturn:
-    stage = int(table.stage_of_chunk[unit.global_chunk])
-    _fail(table, f"{unit} is missing on {f'row {stage + 1}' if table.source else f'stage {stage}'}")
-
-
-def _runs(table: Table, unit: Unit) -> bool:
-    return (
-        unit.kind in table.ticks and table.ticks[unit.kind][unit.microbatch, unit.global_chunk] >= 0
-    )
+    _fail(table, f"{unit} is missing on stage {table.stage_of_chunk[unit.global_chunk]}")
 
 
 def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -> None:
@@ -156,19 +123,13 @@ def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -
     if not len(early):
         return
     microbatch, column = (int(i) for i in early[np.argmin(tick[tuple(early.T)])])
-    chunk = column + max(0, -offset)
+    chunk, ran = column + max(0, -offset), table.ticks
     unit, needs = (
-        next(u for kind in choice if _runs(table, u := Unit(kind, microbatch, at)))
+        Unit(next(k for k in choice if k in ran and ran[k][microbatch, at] >= 0), microbatch, at)
         for choice, at in ((kinds, chunk), (needed, chunk + offset))
     )
-    earliest = int(ready[microbatch, column])
-    on = f"column {_column(table, unit.kind, earliest)}" if table.source else f"tick {earliest}"
     _fail(
         table,
         f"{_where(table, unit)} is too early: it needs {_where(table, needs)}, so the earliest "
-        f"possible is {on}",
+        f"possible is tick {ready[microbatch, column]}",
     )
-
-
-def _column(table: Table, kind: str, tick: int) -> int:
-    return table.columns_per_tick * tick + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0) + 1

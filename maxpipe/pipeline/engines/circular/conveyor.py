@@ -124,10 +124,7 @@ class Conveyor:
         return is_active, unit % self.num_microbatches, repeat
 
     def first_state(self, io: jax.Array, aux: AuxiliaryLosses) -> State:
-        """Return the state before iteration 0, with the inputs in `io` as `start` says.
-
-        `aux` holds zeros.
-        """
+        """Return the state before iteration 0, with inputs as `start` says, and zeros in `aux`."""
         zeros = jnp.zeros_like(io[:, 0])  # [S, B, T, D]
         return State(io, zeros, zeros if self.delay == 2 else None, aux)
 
@@ -139,12 +136,7 @@ class Conveyor:
         return self.constrain(jnp.where(self._is_active(t), x, 0))
 
     def next_state(self, state: State, y: jax.Array, aux: AuxiliaryLosses, t: Iteration) -> State:
-        """Return the state after iteration t.
-
-        Args:
-          y: the stages' outputs, [S, B, T, D].
-          aux: their auxiliary losses, [S, ...] each.
-        """
+        """Return the state after iteration t with outputs y [S, B, T, D], losses [S, ...] each."""
         if self.bubble_fill is not None:
             y = jnp.where(self._is_active(t), y, self.bubble_fill)
         y = self.constrain(y)
@@ -174,12 +166,9 @@ class Conveyor:
         return self.constrain(jnp.roll(y, 1, axis=0))
 
     def advance(self, io: jax.Array, y: jax.Array, shift: jax.Array, t: Iteration) -> jax.Array:
-        """Turn the slot of iteration t and store the last stage's output.
+        """Turn the slot of iteration t and store the last stage's output in its microbatch's cell.
 
-        Args:
-          io: the conveyor, [S, K, B, T, D].
-          y: what leaves the stages, [S, B, T, D]; y[S-1] is stored in its microbatch's cell.
-          shift: what `send` returns for `y`.
+        What leaves the stages is y [S, B, T, D]; shift is what `send` returns for it.
         """
         # 1. Turn the slot: every cell moves one stage down.
         turned = jnp.roll(self.read(io, t), -1, axis=0)  # [S, B, T, D]

@@ -54,8 +54,7 @@ class CircularEngine(SpmdEngine):
         reads it.
 
     Raises:
-      ConfigError: weights are gathered per repeat or once, and the axis rules do not split rows
-        over all row axes, or split layers over some of them.
+      ConfigError: the axis rules do not suit gathered weights.
     """
 
     def __init__(self, inputs: EngineInputs, *, bubble_fill: float | None = None):
@@ -278,9 +277,9 @@ class CircularEngine(SpmdEngine):
     def _head(
         self, outer: Params, io: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (loss sum, cross-entropy sum), computed one slot of the conveyor at a time.
+        """Return (loss sum, cross-entropy sum); logits exist for one slot of cells at a time.
 
-        Each stage computes its own cells, [S, K, B, T(, D)]; logits exist for one slot at a time.
+        Each stage computes its own cells, [S, K, B, T(, D)].
         """
         head_loss = checkpoint(self._program.head_loss, RematPolicy())
 

@@ -27,8 +27,6 @@ from maxpipe.sharding.rules import AxisRules
 
 
 class OutsideLayers:
-    """The layers of a `StageLayout` that are not in its chunks."""
-
     def __init__(
         self,
         program: ModelProgram,
@@ -47,15 +45,9 @@ class OutsideLayers:
     def __call__(
         self, layers: Params, io: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Apply the layers to all microbatches.
+        """Apply the layers, live parameters [V + E, S, L, ...], to io [S, K, B, T, D].
 
-        Args:
-          layers: live parameters [V + E, S, L, ...].
-          io: activations [S, K, B, T, D].
-          side: side inputs [S, K, B, ...].
-
-        Returns:
-          (activations like `io`, auxiliary losses summed over layers and sequences).
+        Side inputs are [S, K, B, ...]; auxiliary losses are summed over layers and sequences.
         """
         index = jnp.asarray(self._layout.outside_index)
         rows = for_use(self._rules, self._layout, self._program.specs["layers"], layers)

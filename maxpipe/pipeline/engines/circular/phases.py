@@ -86,11 +86,8 @@ class Iterations:
     """Description of the iterations, the same in forward and backward.
 
     Attributes:
-      conveyor: order of the units, and the loop state.
       stages: function that does the work of all stages in one iteration.
       inputs_of: function that selects the stages' inputs of an iteration.
-      program, config: the model, and the options of the pipeline.
-      gathers: a `Gather` for each parameter of a layer.
       specs: layouts of the arguments.
     """
 
@@ -105,7 +102,6 @@ class Iterations:
 
     @property
     def gather_once(self) -> bool:
-        """Return whether all repeats are gathered before the first iteration."""
         return self.config.fsdp_gather == "once"
 
     @property
@@ -116,13 +112,11 @@ class Iterations:
         return 2 if has_short_steady and not self.gather_once else 1
 
     def trained(self, layers: Params) -> Params:
-        """Return a tree of layer parameters with None in the place of frozen leaves."""
         return trainable(self.program.specs["layers"], layers)
 
     def operands(
         self, weights: Params, inputs: StageInputs
     ) -> tuple[Params, tuple[Params, StageInputs]]:
-        """Return the weights of the stages' vjp, those that are trained, and its inputs."""
         return self.trained(weights), (weights, inputs)
 
 

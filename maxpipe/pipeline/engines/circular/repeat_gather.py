@@ -83,16 +83,10 @@ def run_iterations(
     side: SideInputs,
     key_data: jax.Array | None,
 ) -> tuple[jax.Array, AuxiliaryLosses]:
-    """Run all iterations; differentiable in `layers` and `io`.
+    """Run all iterations; differentiable in `layers` [V + E, S, L, ...] and `io` [S, K, B, T, D].
 
-    Args:
-      layers: live layer parameters [V + E, S, L, ...].
-      io: the conveyor with the inputs, [S, K, B, T, D].
-      side: side inputs [M, B, ...].
-      key_data: raw data of the step's PRNG key; None without dropout.
-
-    Returns:
-      (the conveyor with the outputs, auxiliary losses summed over layers and sequences).
+    Side inputs are [M, B, ...], key data None without dropout. Returns the conveyor with the
+    outputs, and auxiliary losses summed over layers and sequences.
     """
     specs, manual = iterations.specs, partial(_manual, iterations)
 
@@ -145,7 +139,6 @@ def _manual(
     in_specs: tuple[object, ...],
     out_specs: tuple[object, ...],
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return `f` as a program that is manual over the batch axes, on each device's part."""
     return jax.shard_map(
         f,
         mesh=iterations.mesh,
@@ -170,7 +163,6 @@ def _forward(
     *,
     keep_residuals: bool,
 ) -> ForwardCarry:
-    """Run all iterations in order; the residuals are an empty list unless they are kept."""
     conveyor, source = iterations.conveyor, _source(iterations, layers)
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
     state = conveyor.first_state(io, iterations.program.no_auxiliary())
@@ -336,7 +328,6 @@ def _gather_repeat(
 def _store_gradient(
     iterations: Iterations, totals: Params | None, repeat: Index, sums: Params
 ) -> Params:
-    """Store a repeat's gradients [S, L, ...] in the totals, reduced unless `gather_once`."""
     if not iterations.gather_once:
         sums = map_gathers(lambda g, x: g.scatter(x, leading=SET), iterations.gathers, sums)
     return jax.tree.map(
@@ -351,7 +342,6 @@ def _split_stages(
     side: SideInputs,
     key_data: jax.Array | None,
 ) -> SplitVjp:
-    """Trace the stages' work, and split its vjp into forward and backward."""
     weights = jax.eval_shape(lambda: _gather_repeat(iterations, source, 0, None))
     inputs = jax.eval_shape(partial(iterations.inputs_of, 0), side, key_data)
     # [S, K, B, T, D] -> [S, B, T, D]

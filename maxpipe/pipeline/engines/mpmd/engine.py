@@ -51,16 +51,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
     them, and copied to the others for each call.
 
     Attributes:
-      model: the program before slicing.
       batch_spec: layout of batches over the mesh of all stages.
       abstract: for each stage, shapes, dtypes and shardings of the parameters that it owns.
       training: the sliced gradient.
-      loss_stage: the stage of the loss.
       observer: function called for each dispatched unit of a training step, or None.
       clocks: clock of each stage of this process that is to be timed in training steps.
-
-    Raises:
-      ConfigError: weights cannot be gathered once a step under the sharding rules.
     """
 
     layer_axes = ("layers_per_stage",)
@@ -199,12 +194,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
     def compile(
         self, names: Collection[UnitName] | None = None, meshes: Sequence[Mesh] | None = None
     ) -> Iterator[CompiledUnit]:
-        """Compile the training step's computations as `StagedProgram.compile` does.
-
-        Args:
-          names: names of the computations to compile; None for all.
-          meshes: for each stage, a mesh of devices to compile for; None for its own.
-        """
+        """Compile the training step as `StagedProgram.compile` does, perhaps for other devices."""
         training = self.training if meshes is None else self.training.placed_on(meshes)
         return training.compile(names)
 
@@ -225,7 +215,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return texts
 
     def _total(self, sums: Sums, output: int) -> jax.Array:
-        """Remove an output from all stages' sums and return its total, on the stage of the loss."""
         parts = [
             self._on_stage(of_stage.pop(output), self.loss_stage)
             for of_stage in sums
@@ -240,7 +229,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return self._add(total, part) if is_here(self.meshes[stage]) else total
 
     def _keys(self, key: jax.Array) -> list[jax.Array | None]:
-        """Return the data of a step's key on each stage of this process, if units need it."""
         if not self._needs_key:
             return [None] * len(self.meshes)
         data = jax.random.key_data(key)
@@ -316,7 +304,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 
 
 def _params(tree: Params) -> dict[KeyPath, Any]:
-    """Return the leaves of parameters, or of a tree like them, by their paths in `Arguments`."""
+    # By the paths that they have in `Arguments`.
     return dict(jax.tree_util.tree_leaves_with_path({"params": tree}))
 
 

@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from maxpipe.pipeline import jaxprs
-from maxpipe.pipeline.jaxprs import shaped, variables
 
 T = TypeVar("T")
 Tangent: TypeAlias = jax.Array | ad.Zero
@@ -18,7 +15,6 @@ Tangent: TypeAlias = jax.Array | ad.Zero
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 # Identity on any number of arrays; `phase` distinguishes the program's own marks from derived ones.
-# Marks of arrays that depend on what the program is differentiated for have `has_tangents=True`.
 mark_p = Primitive("stage_boundary")
 mark_p.multiple_results = True
 
@@ -52,15 +48,15 @@ def mark_stage_boundary(x: T) -> T:
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, phase: str, **_: bool
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, phase: str
 ) -> tuple[list[jax.Array], list[Tangent | None]]:
-    outputs = mark_p.bind(*primals, phase=phase, has_tangents=True)
+    outputs = mark_p.bind(*primals, phase=phase)
     # A mark of tangents that is differentiated again keeps its phase.
     return outputs, _mark_nonzero(tangents, TANGENT if phase == FORWARD else phase)
 
 
 def _transpose(
-    cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, **_: str | bool
+    cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, **_: str
 ) -> list[Tangent | None]:
     # Only linear operands have a cotangent; the others were known before.
     linear = [
@@ -85,34 +81,18 @@ def _mark_nonzero(tangents: Sequence[Tangent | None], phase: str) -> list[Tangen
 
 
 def _batch(
-    arrays: Sequence[jax.Array], dims: Sequence[int], **params: str | bool
+    arrays: Sequence[jax.Array], dims: Sequence[int], **params: str
 ) -> tuple[list[jax.Array], Sequence[int]]:
     return mark_p.bind(*arrays, **params), dims
 
 
-def _abstract(*avals: AbstractValue, **_: str | bool) -> list[AbstractValue]:
-    return list(avals)
-
-
 # A mark computes nothing, however it is run: eagerly, abstractly, batched or compiled.
 mark_p.def_impl(lambda *args, **_: list(args))
-mark_p.def_abstract_eval(_abstract)
+mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
 ad.primitive_jvps[mark_p] = _jvp
 ad.primitive_transposes[mark_p] = _transpose
 batching.primitive_batchers[mark_p] = _batch
 mlir.register_lowering(mark_p, lambda ctx, *args, **_: args)
-
-
-_LOOP = (
-    "write the loop over stages in Python with a mark at the end of each pass; a loop over the "
-    "layers of one stage, between two marks, may stay"
-)
-# By primitive: what users call it, and what to write instead.
-_REMEDIES = (
-    dict.fromkeys(jaxprs.CHECKPOINTS, ("jax.checkpoint", "apply it to the code between two marks"))
-    | {"scan": ("a lax.scan or lax.fori_loop", _LOOP), "while": ("a lax.while_loop", _LOOP)}
-    | {"cond": ("a lax.cond or lax.switch", "call mark_stage_boundary after it")}
-)
 
 
 def check_marks_are_open(program: Jaxpr | ClosedJaxpr) -> None:
@@ -123,12 +103,11 @@ def check_marks_are_open(program: Jaxpr | ClosedJaxpr) -> None:
             for inner in jaxprs.inner_jaxprs(eqn):
                 check_marks_are_open(inner)
         elif eqn.primitive is not mark_p and _has_mark(eqn):
-            construct, remedy = _REMEDIES.get(
-                eqn.primitive.name, (eqn.primitive.name, "call mark_stage_boundary outside of it")
-            )
+            name = "jax.checkpoint" if eqn.primitive.name in jaxprs.CHECKPOINTS else eqn.primitive
             raise ValueError(
-                f"a stage mark lies inside {construct}, which cannot be cut, since it runs on one "
-                f"stage as a whole; {remedy}"
+                f"a stage mark lies inside {name}, which runs on one stage as a whole; call "
+                f"mark_stage_boundary outside of it: write a loop over stages in Python, and apply "
+                f"jax.checkpoint to the code between two marks"
             )
 
 
@@ -141,12 +120,8 @@ def check_phases(flat: ClosedJaxpr) -> None:
     """Raise ValueError unless there are marks of a forward alone, or of a forward and its gradient.
 
     Allowed are some forward marks, then either no backward marks or equally many.
-
-    Args:
-      flat: the traced program with its calls opened.
     """
-    marks = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
-    phases = [eqn.params["phase"] for eqn in marks]
+    phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
     forward = [FORWARD] * phases.count(FORWARD)
     if not forward:
         raise ValueError(
@@ -161,34 +136,14 @@ def check_phases(flat: ClosedJaxpr) -> None:
     # Reverse mode computes the whole forward first, then the backward from the last mark on.
     if phases in (forward, forward + [BACKWARD] * len(forward)):
         return
+    # Differentiation drops what no loss depends on, and the backward mark with it.
     if phases.count(BACKWARD) < len(forward):
-        raise ValueError(_without_gradient(flat.jaxpr, marks))
+        raise ValueError(
+            f"gradients pass through {phases.count(BACKWARD)} of {len(forward)} stage marks; put "
+            f"each, as x = mark_stage_boundary(x) of activations, after a trained parameter and "
+            f"before the loss, both by differentiable code: not jax.lax.stop_gradient"
+        )
     raise ValueError(
         f"the marks come in the order {', '.join(phases)}; slice jax.value_and_grad of a loss in "
         f"which no other gradient passes through a mark"
-    )
-
-
-def _without_gradient(jaxpr: Jaxpr, marks: Sequence[JaxprEqn]) -> str:
-    """Return why some forward mark has no backward one."""
-    read = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)} | {*variables(jaxpr.outvars)}
-    # The usual mistakes concern one mark; what is left concerns the function as a whole.
-    forward = [eqn for eqn in marks if eqn.params["phase"] == FORWARD]
-    for index, eqn in enumerate(forward):
-        name = f"stage mark {index} of {len(forward)} (counted from 0 in the order of the calls)"
-        # Differentiation drops what no loss depends on, and the backward mark with it.
-        if read.isdisjoint(eqn.outvars):
-            return f"nothing uses the result of {name}; write x = mark_stage_boundary(x)"
-        if not any(jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in eqn.outvars):
-            return f"{name} lets only integers through, which have no gradient; mark activations"
-        if "has_tangents" not in eqn.params:
-            return (
-                f"nothing before {name} depends on a trained parameter by differentiable code, "
-                f"outside of jax.lax.stop_gradient and jax.custom_vjp; put that code after the "
-                f"first trained parameter, or pass its weights in params"
-            )
-    return (
-        f"gradients pass through {len(marks) - len(forward)} of {len(forward)} stage marks; mark "
-        f"what the loss depends on by differentiable code, outside of jax.lax.stop_gradient and "
-        f"jax.custom_vjp"
     )

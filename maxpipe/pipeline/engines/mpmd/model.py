@@ -49,8 +49,7 @@ class MarkedModel:
 
     Attributes:
       layer_index: indices of each chunk's layers in model order, int32 [L] each.
-      offloaded: names of the tensors that wait for their backward in the host's memory. The program
-        saves them on the device; the runner moves them.
+      offloaded: names of tensors that the runner moves to the host's memory and back.
     """
 
     def __init__(
@@ -82,12 +81,7 @@ class MarkedModel:
     def owned(
         self, stage: int, embed: TreeT, chunk: Callable[[int], TreeT], head: TreeT
     ) -> StageTree[TreeT]:
-        """Return the part of a tree like the parameters that a stage owns.
-
-        Args:
-          embed, head: the subtrees of embedding and head.
-          chunk: function that returns the layers of a global chunk.
-        """
+        """Return the part of a tree like the parameters that a stage owns."""
         chunks = {c: chunk(c) for c, owner in enumerate(self._stage_of_chunk) if owner == stage}
         tree: StageTree[TreeT] = {"chunks": chunks}
         # Tied embeddings belong to the first stage too; the engine copies them to the last.
@@ -136,10 +130,7 @@ class MarkedModel:
     ) -> tuple[jax.Array, Metrics]:
         """Return a microbatch's share of (training loss, metrics whose losses it is the sum of).
 
-        Args:
-          micro: the microbatch, arrays [B, T].
-          scales: factors of the sum of token losses and of the sum of auxiliary losses.
-          key: PRNG key of the step; None if the model draws no random numbers.
+        `scales` are factors of the sum of token losses and of the sum of auxiliary losses.
         """
         x, aux = self._forward(params, micro, key, remat=True)
         loss_sum, _ = self._head(params, x, micro)

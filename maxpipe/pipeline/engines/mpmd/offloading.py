@@ -25,9 +25,6 @@ def named_residuals(program: SlicedProgram, names: Collection[str]) -> frozenset
     """Return the values that a forward writes under one of the names for its own backward alone.
 
     A value that another chunk reads as well stays on the device, from where it is sent.
-
-    Args:
-      names: names given by `jax.ad_checkpoint.checkpoint_name`.
     """
     readers: dict[Var, set[UnitName]] = {}
     for reader, computation in program.computations.items():
@@ -67,9 +64,6 @@ class Offloading:
     A copy starts as soon as it is dispatched, and takes device memory from then on. So units that
     move residuals are dispatched at most `UNITS_AHEAD` ahead of the devices; otherwise all
     residuals of a step could be fetched back at once.
-
-    Args:
-      values: the values that are kept in the host's memory.
     """
 
     def __init__(self, values: Collection[Var]):
@@ -91,11 +85,7 @@ class Offloading:
             jax.block_until_ready(self._unfinished.popleft())
 
     def dispatched(self, done: jax.Array) -> None:
-        """Note a unit that was dispatched, with the copies of its results.
-
-        Args:
-          done: array that is ready when the unit is finished.
-        """
+        """Note a unit that was dispatched, given an array that is ready when it is finished."""
         self._unfinished.append([done, *self._leaving])
         self._leaving = []
 

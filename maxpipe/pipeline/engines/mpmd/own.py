@@ -1,7 +1,5 @@
 """Run a user's function over all microbatches on all stages, for `maxpipe.pipeline.mpmd`.
 
-First come its arguments and results: names, shapes, layouts, gradients.
-
 Letters: M microbatches, B rows of a batch.
 """
 
@@ -15,11 +13,11 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from maxpipe.pipeline.engines.mpmd.fitting import check_layouts, check_program, fitted, layout
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
-from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Runner, Sums
+from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Runner, Sums, fitted
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.sharding.rules import axes_of
 
 
 class Arguments(NamedTuple):
@@ -28,11 +26,6 @@ class Arguments(NamedTuple):
     shared: tuple[object, ...]
 
     def shapes(self) -> "Arguments":
-        """Return shapes and dtypes of all arrays.
-
-        Raises:
-          ValueError: the call is inside of `jax.jit` or another transformation.
-        """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
             raise ValueError(
                 "a pipelined function dispatches to the devices of all stages and cannot be "
@@ -42,30 +35,16 @@ class Arguments(NamedTuple):
         return shapes
 
     def microbatch(self, num_microbatches: int) -> "Arguments":
-        """Return the shapes with which the function is called, those of one microbatch.
-
-        Raises:
-          ValueError: the batch's arrays do not have the same number of rows, a multiple of M.
-        """
-        # For each number of rows the first array that has it, for the message.
+        """Return the shapes with which the function is called, those of one microbatch."""
+        # For each number of rows the first array that has it; -1 for a scalar.
         rows: dict[int, str] = {}
         for path, x in tree_leaves_with_path(self.batch):
-            name = f"batch{keystr(path)}"
-            if not x.shape:
-                raise ValueError(
-                    f"{name} is a scalar and cannot be divided into microbatches; pass it after "
-                    f"the batch, as an argument that all share"
-                )
-            rows.setdefault(x.shape[0], name)
-            if x.shape[0] % num_microbatches:
-                raise ValueError(
-                    f"{name} has {x.shape[0]} rows, which {num_microbatches} microbatches do not "
-                    f"divide; choose another batch size or table"
-                )
-        if len(rows) > 1:
-            listed = ", ".join(f"{name} has {count}" for count, name in rows.items())
+            rows.setdefault([*x.shape, -1][0], f"batch{keystr(path)}")
+        if len(rows) > 1 or any(count % num_microbatches or count < 0 for count in rows):
+            shapes = ", ".join(f"{name} has {max(count, 0)}" for count, name in rows.items())
             raise ValueError(
-                f"arrays of the batch differ in rows: {listed}; pass what is no row of the batch "
+                f"all arrays of the batch need the same number of rows, a multiple of the "
+                f"{num_microbatches} microbatches: {shapes}; pass what is no row of the batch "
                 f"after it, as an argument that all microbatches share"
             )
         # [B, ...] -> [B / M, ...]
@@ -103,8 +82,6 @@ class Input(NamedTuple):
     """One input of the function, an array.
 
     Attributes:
-      name: the input's name, for messages.
-      shape: shape and dtype with which the function is called.
       spec: layout on each stage.
       kind: "param", "batch", "key" (a PRNG key that all microbatches share) or "shared".
     """
@@ -155,18 +132,13 @@ def _specs(name: str, prefix: object, tree: object) -> list[PartitionSpec]:
     except ValueError as error:
         raise ValueError(f"{name} is no prefix of the tree that it describes: {error}") from None
     specs = jax.tree.leaves(full, is_leaf=is_spec)
-    for spec in specs:
-        if not is_spec(spec):
-            raise ValueError(f"{name} has {spec!r}; its leaves must be PartitionSpecs")
+    if not all(map(is_spec, specs)):
+        raise ValueError(f"the leaves of {name} must be PartitionSpecs")
     return specs
 
 
 def first_gradient(results: object, params: object) -> int:
-    """Return the index among the results' leaves at which the gradients of `params` begin.
-
-    Raises:
-      ValueError: the function does not return such gradients.
-    """
+    """Return the index among the results' leaves at which the gradients of `params` begin."""
 
     def is_gradient(tree: object) -> bool:
         return _shapes(tree) == _shapes(params)
@@ -189,6 +161,25 @@ def _shapes(tree: object) -> tuple[object, list[tuple[int, ...]]]:
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
 
+def _check_program(program: SlicedProgram, table: Table) -> None:
+    if program.num_chunks != table.num_chunks:
+        raise ValueError(
+            f"the function has {program.num_chunks} stage marks, but the table ({table.name}, "
+            f"{table.num_stages} stages with {table.num_repeats} chunks each) needs "
+            f"{table.num_chunks}; call mark_stage_boundary after each chunk, the last one "
+            f"too, before the loss"
+        )
+    kinds = {name.kind for name in program.computations}
+    # Which kinds there are follows from whether the function was differentiated, and how sliced.
+    if ("B" in kinds or "I" in kinds, "W" in kinds) != (table.kinds != ("F",), "W" in table.kinds):
+        raise ValueError(
+            f"the program is cut into {', '.join(sorted(kinds))}, but the table has "
+            f"{', '.join(table.kinds)}; pass jax.value_and_grad(loss) with trained parameters "
+            f"before the first mark, or for an evaluation the loss itself and "
+            f"forward_only(table); slice with split_backwards={'W' in table.kinds}"
+        )
+
+
 ResultT = TypeVar("ResultT")
 
 
@@ -202,9 +193,6 @@ class PipelinedProgram(Generic[ResultT]):
     Attributes:
       sliced: the program; its inputs are the leaves of the arguments.
       param_shardings: the sharding of each leaf of the parameters, on the stage where it belongs.
-
-    Raises:
-      ValueError: function, table, meshes and layouts do not fit together.
     """
 
     def __init__(self, function: Callable[..., ResultT], shapes: Arguments, settings: Settings):
@@ -215,10 +203,9 @@ class PipelinedProgram(Generic[ResultT]):
         traced, results = jax.make_jaxpr(function, return_shape=True)(
             micro.params, micro.batch, *micro.shared
         )
-        check_layouts(traced, settings.meshes)
         has_gradients = settings.table.kinds != ("F",)
         self.sliced = slice_program(traced, split_backwards="W" in settings.table.kinds)
-        check_program(self.sliced, settings.table)
+        _check_program(self.sliced, settings.table)
         self._result_shapes, self._result_tree = jax.tree.flatten(results)
         # 2. Choose where parameters and their gradients lie.
         self._inputs = dict(zip(self.sliced.inputs, inputs(micro, settings), strict=True))
@@ -261,8 +248,14 @@ class PipelinedProgram(Generic[ResultT]):
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
     def _layout(self, v: Var, stage: int, settings: Settings) -> NamedSharding:
-        entry = self._inputs[v]
-        return layout(settings.meshes[stage], entry.spec, entry.shape, entry.name, stage)
+        (name, x, spec, _), mesh = self._inputs[v], settings.meshes[stage]
+        where = f"{name} {list(x.shape)} with {spec} on stage {stage}"
+        if not axes_of(spec).issubset(mesh.axis_names):
+            raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
+        # The caller has asked for these axes, so none may be left out silently.
+        if fitted(spec, x.shape, mesh) != spec:
+            raise ValueError(f"{where}: the mesh {dict(mesh.shape)} does not divide it")
+        return NamedSharding(mesh, spec)
 
     def run(self, arguments: Arguments) -> ResultT:
         leaves = dict(zip(self.sliced.inputs, jax.tree.leaves(arguments), strict=True))
@@ -332,7 +325,6 @@ class PipelinedProgram(Generic[ResultT]):
         return tree
 
     def _finish_stage(self, stage: int) -> jax.stages.Wrapped:
-        """Return a program: sums of the results that belong to a stage -> these results."""
         outputs = [i for i, target in self._stage_of_result.items() if target == stage]
 
         def result(output: int, total: jax.Array) -> jax.Array:

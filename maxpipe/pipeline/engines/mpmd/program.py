@@ -44,12 +44,10 @@ class Computation:
     """One unit of work as a program.
 
     Attributes:
-      equations: its equations, in order.
       reads: values computed by other computations.
       arguments: inputs of the program, such as weights and the microbatch.
       writes: values that other computations read.
-      outputs: for each output of the program to which this adds, by index, the terms that it
-        adds.
+      outputs: by index of an output of the program, the terms that this adds to it.
     """
 
     name: UnitName
@@ -66,7 +64,6 @@ class SlicedProgram:
 
     Attributes:
       flat: the traced program with its calls opened.
-      num_chunks: number of forward computations.
       computations: all computations by name, in an order that respects their dependencies.
     """
 
@@ -95,8 +92,7 @@ class SlicedProgram:
     ) -> Callable[..., tuple[list[jax.Array], dict[int, list[jax.Array]]]]:
         """Return a computation as a function from arrays to (`writes`, list of terms by output).
 
-        Args:
-          inputs: its `reads` and `arguments` in the order in which the function takes them.
+        The function takes `inputs`, its `reads` and `arguments`, in this order.
         """
         # Constants are bound here, so that callers pass values and inputs only.
         constants = [v for v in self.constants if v in used(computation)]
@@ -168,10 +164,6 @@ def dump(
     A value is named after the computation that writes it: `F1.0` is the first value that the
     forward of chunk 1 writes. Where devices have rows of their own, shapes are those of one
     device's parts.
-
-    Args:
-      input_names, output_names: names of the program's inputs and outputs; by default `input 0`
-        and so on.
     """
     inputs = input_names or [f"input {i}" for i in range(len(program.inputs))]
     outputs = output_names or [f"output {i}" for i in range(program.num_outputs)]
@@ -281,7 +273,6 @@ def before(first: UnitName, second: UnitName) -> bool:
 def _hops(
     producer: UnitName, reader: UnitName, backward_kind: str
 ) -> list[tuple[UnitName, UnitName]]:
-    """Return the (sender, receiver) pairs of a value's route from its producer to a reader."""
     turn = max(producer.chunk, reader.chunk)
     # With the activations, if the reader comes later in the forward; else with the gradients.
     if producer.kind == "F" and reader.chunk >= producer.chunk:

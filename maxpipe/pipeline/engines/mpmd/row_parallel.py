@@ -60,12 +60,7 @@ class RowParallel:
         path: KeyPath,
         x: jax.ShapeDtypeStruct,
     ) -> jax.ShapeDtypeStruct:
-        """Return one device's part of an input as units take it.
-
-        Args:
-          specs: layouts in which units take inputs; inputs without one are whole on each device.
-          x: the array at rest.
-        """
+        """Return one device's part of an input as units take it, given the array at rest."""
         if self.once and path in self.gathers:
             x = jax.ShapeDtypeStruct(x.shape, self.gathers[path].dtype_of(x))
         # What `specs` does not name, such as scales and the key, is whole on each device.
@@ -81,9 +76,8 @@ def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
     stays with the partitioner if the rules lay anything over it but rows, dimensions of a parameter
     and, for `context`, tokens.
 
-    Args:
-      once: whether parameters are prepared once a step; units are then manual even if each of
-        these axes has one device.
+    With `once`, parameters prepared once a step, units are manual even if each of these axes has
+    one device.
     """
     laid = axes_of(rules.spec(("activation_batch",)))
     # Attention across the parts of a sequence is written for one axis; elsewhere XLA divides it.
@@ -97,11 +91,7 @@ def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
 
 
 def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..., ClosedJaxpr]]:
-    """Return a counterpart of `jax.make_jaxpr` for functions of one device's parts.
-
-    Args:
-      axes: mesh axes over which the functions are manual.
-    """
+    """Return a counterpart of `jax.make_jaxpr` for functions of parts, manual over `axes`."""
 
     def make_jaxpr(f: Callable[..., object]) -> Callable[..., ClosedJaxpr]:
         # The specs do not matter: only the body is taken, in which arrays are a device's parts.
@@ -137,11 +127,7 @@ def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..
 
 
 def check_gather(gather: str, axes: Sequence[str], rules: AxisRules) -> None:
-    """Check that units are manual over the axis that splits weights, if one gather is to serve all.
-
-    Raises:
-      ConfigError: fsdp is left to the partitioner, which gathers in every unit.
-    """
+    """Raise ConfigError if one gather is to serve all units, but the partitioner gathers."""
     if gather == "once" and rules.mesh.shape["fsdp"] > 1 and "fsdp" not in axes:
         message = (
             "once needs rules that lay rows over mesh axis fsdp, and not the layers of a stage; "
@@ -183,12 +169,7 @@ class Total(NamedTuple):
 def total_of(
     spec: PartitionSpec, gather: Gather | None, rows: RowParallel, mesh: AbstractMesh
 ) -> Total:
-    """Return how the sum of one output is kept.
-
-    Args:
-      spec: layout of the reduced sum.
-      gather: the `Gather` of the parameter whose gradient it is; None for a loss.
-    """
+    """Return how the sum of a gradient, or without a `gather` of a loss, is kept; see `Total`."""
     several = tuple(axis for axis in rows.axes if mesh.shape[axis] > 1)
     if gather is None:
         return Total(several, without(spec, rows.axes), spec, None)
@@ -211,7 +192,6 @@ class DeviceParts:
 
     Args:
       inputs: layouts in which units take the inputs of the program.
-      paths: the path of each input in the tree of arguments.
 
     Attributes:
       gathers: the `Gather` of each input that is cast and gathered once a step.
@@ -246,7 +226,6 @@ class DeviceParts:
 
         Args:
           run: the unit on a device's parts; it takes the arguments of `Executable.run`.
-          outputs: indices of the program's outputs to which the unit adds.
           values: the values that it takes as donated and as retained, and those that it writes.
           arguments: the program's inputs that it takes as fixed and as varying.
         """

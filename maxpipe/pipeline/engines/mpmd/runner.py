@@ -17,7 +17,6 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
-from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.offloading import Offloading
 from maxpipe.pipeline.engines.mpmd.program import (
     Computation,
@@ -29,6 +28,7 @@ from maxpipe.pipeline.engines.mpmd.program import (
 from maxpipe.pipeline.engines.mpmd.row_parallel import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.schedules.table import KINDS, Table
+from maxpipe.sharding.rules import split_counts
 
 ArraysByVar = Mapping[Var, jax.Array]
 Sums = list[dict[int, jax.Array]]  # for each stage: output of the program -> running sum
@@ -59,8 +59,7 @@ def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> Part
     It is the layout in the sharding constraint that writes or reads the value, such as the one on
     activations at the end of a chunk; without one, the value is whole on each device.
 
-    Args:
-      parts: how devices' parts make up arrays; None for a program of whole arrays.
+    With `parts` the program is one of devices' parts.
     """
     spec = PartitionSpec()
     for computation in program.computations.values():
@@ -82,19 +81,15 @@ class Executable:
 
     Args:
       dying: values that no unit uses after this computation.
-      varying: inputs of the program that differ between microbatches.
-      sum_shardings: sharding of the running sum of each output.
-      parts: how devices' parts make up arrays; None for a program of whole arrays.
       offloaded: values that wait in the host's memory between units; units take copies of them.
       sent: layouts of values that go to another process.
+      varying, sum_shardings, parts: as for `Runner`.
 
     Attributes:
       outputs: indices of the program's outputs to which the computation adds.
       donated, retained: the values read; XLA writes results into the memory of the former.
       fixed, varying: the arguments, those that all microbatches share and the others.
-      writes: the values written.
       moved: values that it takes from the host's memory or leaves there.
-      run: the jitted function.
     """
 
     def __init__(
@@ -168,9 +163,6 @@ class LiveValues:
     Args:
       num_uses: how many computations use each value there.
       offloading: moves those that are held in the host's memory.
-
-    Attributes:
-      arrays: the arrays as they are held, by value and microbatch.
     """
 
     def __init__(self, num_uses: Mapping[Var, int], offloading: Offloading):
@@ -209,9 +201,6 @@ class Runner:
       offloaded: values that wait for their readers in the host's memory, see `named_residuals`.
       processes: the processes of each stage; None for those that own its devices.
 
-    Raises:
-      ValueError: the program does not have the chunks or the kinds of units of the table.
-
     Attributes:
       needs: for each stage, the inputs of the program that are read there.
       outputs: for each stage, the outputs of the program to which it adds.
@@ -231,7 +220,6 @@ class Runner:
         offloaded: Collection[Var] = frozenset(),
         processes: Sequence[frozenset[int]] | None = None,
     ):
-        check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
         self._meshes = meshes
         self._is_here = list(map(is_here, meshes))
@@ -309,12 +297,9 @@ class Runner:
         Args:
           fixed: for each stage, the inputs that all microbatches share.
           varying: for each stage and microbatch, the other inputs.
-          sums: for each stage, the start of each output's sum; donated.
-          observe: function called for each unit of this process.
+          sums: for each stage, the start of each output's sum; donated. Those of other processes
+            stay as they are.
           clocks: the clocks of this process's stages that are to be timed.
-
-        Returns:
-          The sums over all microbatches, by stage. Those of other processes stay as they are.
         """
         fixed_of: dict[int, ArraysByVar] = {}  # for each chunk at work
         offloading = [Offloading(self._offloaded) for _ in self._meshes]
@@ -414,3 +399,12 @@ class Runner:
             mesh = self._meshes[stage]
             self._sharding_on_stage[key] = NamedSharding(mesh, fitted(spec, x.shape, mesh))
         return self._sharding_on_stage[key]
+
+
+def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Return the spec without the axes that do not divide a dimension of `shape` on `mesh`."""
+    counts = split_counts(spec, mesh, len(shape))
+    fits = [length % count == 0 for count, length in zip(counts, shape, strict=False)]
+    if all(fits):
+        return spec
+    return PartitionSpec(*(entry if fit else None for entry, fit in zip(spec, fits, strict=False)))

@@ -70,9 +70,6 @@ def open_calls(
 
     With `checkpoints` the bodies of `jax.checkpoint` are opened as well, so that pass 6 can divide
     the recomputed forward.
-
-    Raises:
-      ValueError: a stage mark is inside a loop, a branch or a checkpoint.
     """
     check_marks_are_open(program)
     calls = jaxprs.CALLS + jaxprs.CHECKPOINTS if checkpoints else jaxprs.CALLS
@@ -87,8 +84,6 @@ class Segments:
     Attributes:
       names: the computations, in an order that respects their dependencies.
       equations: (equation, segment in which it was traced), in the order of the program.
-      outputs: the outputs of the program.
-      num_chunks: number of forward marks.
       tied: variables that depend on a mark's results, and so on the work of a stage.
       marked: for each operand of a mark, the segment that ends there.
     """
@@ -106,9 +101,6 @@ def find_segments(flat: ClosedJaxpr) -> Segments:
 
     The last forward mark ends the last chunk's layers, and its backward mark begins their backward.
     The loss and its gradient, between the two, belong to the last chunk's forward, as in schedules.
-
-    Raises:
-      ValueError: there are no marks, marks of tangents, or not one backward mark per forward mark.
     """
     check_phases(flat)
     phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
@@ -158,7 +150,6 @@ class Placement:
 
 
 def place_equations(flat: ClosedJaxpr, segments: Segments) -> Placement:
-    """Decide whether an equation runs in its segment, its first reader, or all of its readers."""
     # 1. Cheap operations on inputs alone run in each computation that reads their results.
     anywhere: set[Var] = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
     for eqn, _ in segments.equations:
@@ -309,7 +300,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
 
 
 def _recomputable(computation: Computation) -> set[Var]:
-    """Return the variables that are cheaper to compute in both halves than to keep."""
+    # What is cheaper to compute in both halves than to keep.
     costly = set(computation.reads)
     computed: set[Var] = set()
     for eqn in computation.equations:
@@ -333,11 +324,10 @@ def slice_program(
 
     Args:
       program: a forward, or `jax.value_and_grad` of one, traced by `make_jaxpr`.
-      split_backwards: whether to cut each B into I and W.
       make_jaxpr: function that traces others as the program was, such as in `jax.shard_map`.
 
     Raises:
-      ValueError: the marks do not cut the program; see `open_calls` and `find_segments`.
+      ValueError: the marks do not cut the program; see `marks`.
     """
     flat = open_calls(program, checkpoints=split_backwards, make_jaxpr=make_jaxpr)
     segments = find_segments(flat)

@@ -22,28 +22,16 @@ import jax.numpy as jnp
 
 
 class _Work(NamedTuple):
-    """Work that has been dispatched to a stage.
-
-    Attributes:
-      since: time of the dispatch, s.
-      arrived: array that is ready once those of other stages are here; None if none is needed.
-      done: array that is ready when the work is finished.
-      is_last: whether the step ends with it.
-    """
-
-    since: float
-    arrived: jax.Array | None
-    done: jax.Array
-    is_last: bool = False
+    since: float  # time of the dispatch, s
+    arrived: jax.Array | None  # ready once arrays of other stages are here; None if none is needed
+    done: jax.Array  # ready when the work is finished
+    is_last: bool = False  # whether the step ends with it
 
 
 class StageClock:
     """Measure the time of one stage of this process, without making the process wait.
 
     A thread waits for what is dispatched to the stage, in order, and notes the time.
-
-    Args:
-      clock: function that returns the time, s.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

@@ -56,7 +56,6 @@ class CompiledUnit(NamedTuple):
     """A computation compiled for its stage.
 
     Attributes:
-      stage: the stage that runs it.
       compiled: the executable, shared by chunks whose programs differ only in their devices.
       offloaded: bytes per device that it takes from the host's memory or leaves there.
     """
@@ -102,14 +101,10 @@ class StagedProgram:
 
     Args:
       f: function from `Arguments` to a pytree of outputs, which are summed over microbatches.
-      params: shapes of all parameters.
       batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
-      batch_spec: layout of batches.
-      param_specs: layouts of the parameters.
       outputs: for each output the path of the parameter whose gradient it is and as which it lies,
         or None for a scalar.
       rows: how the devices of a stage share rows; None if they do not.
-      needs_key: whether "key" is the data of a PRNG key, and not None.
       offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
@@ -220,7 +215,6 @@ class StagedProgram:
         return placed
 
     def _inputs(self, inputs: Collection[Var], *names: str) -> list[Var]:
-        """Return the inputs of the program that belong to some parts of `Arguments`, in order."""
         parts = [DictKey(name) for name in names]
         return [v for v, path in self._path_of.items() if v in inputs and path[0] in parts]
 
@@ -241,7 +235,6 @@ class StagedProgram:
           params: for each stage, the parameters that it needs.
           batch: global batch, laid out over all stages; M and the shards divide its rows.
           keys: "key" on each stage.
-          observe, clocks: as for `Runner.run`.
 
         Nothing is read from stages of other processes, and their sums are absent.
         """
@@ -266,7 +259,6 @@ class StagedProgram:
         return self.runner.run(fixed, varying, sums, observe, clocks)
 
     def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
-        """Return absent arrays in place of the sums of a stage of other processes."""
         sums: dict[int, jax.Array] = {}
         for output in sorted(self.runner.outputs[stage]):
             term = shape_of(self.program.flat.jaxpr.outvars[output])
@@ -288,9 +280,6 @@ class StagedProgram:
         Yields:
           Computations in an order that respects dependencies. For chunk 1, `gather1` gathers its
           parameters before its units and `reduce1` reduces its gradients after them.
-
-        Raises:
-          NotCompiled: the compiler rejects the next one.
         """
         specs, compiler, runner = dict(self._specs), UnitCompiler(), self.runner
 
@@ -401,11 +390,7 @@ def by_path(tree: object) -> dict[KeyPath, jax.Array]:
 
 
 def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return what one stage holds of a global array, as an array of the stage; nothing is copied.
-
-    Args:
-      x: an array over the mesh of all stages, replicated over `stage`.
-    """
+    """Return what one stage holds of a global array, as an array of the stage, without a copy."""
     assert isinstance(x.sharding, NamedSharding)
     # The array is replicated over stages, so its shards on this stage make up a whole copy.
     shards = {shard.device: shard.data for shard in x.addressable_shards}

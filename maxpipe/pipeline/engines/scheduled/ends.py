@@ -52,11 +52,9 @@ class ShardedEmbedding:
         self._scale = scale
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return the embedding of tokens, [B, T, D] on every stage.
+        """Return the embedding of this shard's tokens [B, T], [B, T, D] on every stage.
 
-        Args:
-          table: local columns [V, D / devices].
-          tokens: int32 [B, T] of this data shard.
+        The table is this device's columns, [V, D / devices].
         """
         x = self._scale(table[self._all_tokens(tokens)].astype(self._dtype))
         for axis in reversed(self._axes):
@@ -73,7 +71,6 @@ class ShardedEmbedding:
 
         Args:
           total: float32, shaped like the local columns of the table.
-          tokens: int32 [B, T] of this data shard.
           gradient: gradient of `lookup`'s result, [B, T, D]; only stage 0's counts.
         """
         gradient = self._scale(gradient)
@@ -127,15 +124,10 @@ class ShardedHead:
     def share(
         self, y: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return this stage's share of the last stage's output.
+        """Return this stage's share of the last stage's output, of targets and of weights.
 
-        Args:
-          y: outputs of the stages, [B, T, D]; only the last stage's counts.
-          targets, weights: [B, T].
-
-        Returns:
-          ([P, D], [P], [P]), with layers [R, T, D], [R, T], [R, T] of R = ceil(B / S) rows; padding
-          tokens have weight 0.
+        [B, T, D], [B, T], [B, T] -> [P, D], [P], [P], with layers [R, T, D], [R, T], [R, T] of
+        R = ceil(B / S) rows. Only the last stage's y counts; padding tokens have weight 0.
         """
         if self._layers is None:
             # [B, T, D] -> [B*T, D], [B, T] -> [B*T]
@@ -152,10 +144,7 @@ class ShardedHead:
         weights: jax.Array,
         inputs: LayerInputs | None = None,
     ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
-        """Return sums of this stage's share: (loss, cross-entropy, auxiliary losses of `layers`).
-
-        The arguments are those of `losses_and_gradients`.
-        """
+        """Return sums of this stage's share: (loss, cross-entropy, auxiliary losses)."""
         return self._share_losses(outer, *self.share(y, targets, weights), inputs)
 
     def losses_and_gradients(
@@ -171,7 +160,6 @@ class ShardedHead:
 
         Args:
           outer: what `head_loss` takes as parameters, and those of `layers`.
-          y, targets, weights: as in `share`.
           scales: float32 scalars that multiply loss and auxiliary losses before differentiation.
 
         Returns:

@@ -8,8 +8,7 @@ express that order, so here the backward is written out. From a table to gradien
     split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
     ends            embedding and head, their work spread over the stages
     outside         layers before or after the pipeline, spread over them too
-    chunk_vjp       what a chunk computes on, and which of its parameters have a gradient
-    carry           what a stage keeps from tick to tick
+    carry           what a stage keeps from tick to tick, and what a chunk computes on
     weight_transfers  gathers of a chunk's weights and sums of its gradients while it computes
     stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers, embedding
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
@@ -50,13 +49,14 @@ from maxpipe.pipeline.engines.base import (
     float32_zeros,
     metrics_of,
 )
-from maxpipe.pipeline.engines.scheduled.carry import Carry, filled
-from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
+from maxpipe.pipeline.engines.scheduled.carry import (
+    Carry,
     ChunkInputs,
     ChunkOutputs,
     ChunkVjp,
     Weights,
     all_weights,
+    filled,
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
@@ -150,7 +150,6 @@ class ScheduledEngine(SpmdEngine):
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
-        """Return (losses, gradients like `params`); see `base.Engine`."""
         batch = microbatches.prepared(batch, self._inputs.context)
         # Divisors are those of the global batch, hence computed outside the manual program.
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
@@ -168,7 +167,6 @@ class ScheduledEngine(SpmdEngine):
         return metrics, gradients
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
-        """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
         weight = jnp.sum(batch["weights"])
         shards = self._inputs.rules.size("activation_batch")
         # The forward table is for M microbatches, and each has a row for every data shard.
@@ -375,7 +373,6 @@ class ScheduledEngine(SpmdEngine):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self._program.config.dtype))
 
     def _first_carry(self, stage: StageProgram, plan: LockstepPlan, vjp: ChunkVjp | None) -> Carry:
-        """Return empty stores and zeros; without a vjp those of a backward are None."""
         activation, sizes = self._activation(stage), plan.sizes
 
         def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:

@@ -21,13 +21,7 @@ from maxpipe.pipeline.manual import joined_shares, own_share, share_from
 
 
 class LayerInputs(NamedTuple):
-    """What layers read besides activations and parameters.
-
-    Attributes:
-      side: side inputs of the microbatch, [B, ...] each, on every stage.
-    """
-
-    side: SideInputs
+    side: SideInputs  # of the microbatch, [B, ...] each, on every stage
     key: jax.Array | None
 
 
@@ -52,14 +46,7 @@ class ShardedLayers:
     def __call__(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Apply the layers to this stage's rows.
-
-        Args:
-          x: activations of this stage's rows, [R, T, D].
-
-        Returns:
-          (activations [R, T, D], auxiliary losses summed over layers and sequences).
-        """
+        """Apply the layers to this stage's rows [R, T, D]; auxiliary losses are summed."""
         num_rows, share = inputs.side.positions.shape[0], x.shape[0]
         # [B, ...] -> [R, ...]
         side = jax.tree.map(own_share, inputs.side)
@@ -79,13 +66,9 @@ class ShardedLayers:
     def forward(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Apply the layers to a microbatch that every stage has.
+        """Apply the layers to a microbatch [B, T, D] that every stage has, and so their result.
 
-        Args:
-          x: activations [B, T, D].
-
-        Returns:
-          (activations [B, T, D] on every stage, auxiliary losses of this stage's share).
+        Auxiliary losses are those of this stage's share.
         """
         y, aux = self(weights, own_share(x), inputs)
         return joined_shares(y, x.shape[0]), aux
@@ -101,7 +84,6 @@ class ShardedLayers:
         """Compute `forward` again, and its backward.
 
         Args:
-          weights, x, inputs: as for `forward`.
           dy: gradient of its activations [B, T, D]; only stage 0's counts.
           aux_scale: float32 scalar, the gradient of each auxiliary loss.
 

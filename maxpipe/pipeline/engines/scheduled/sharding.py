@@ -32,12 +32,7 @@ def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
 
 
 def check_rules(engine_inputs: EngineInputs) -> None:
-    """Refuse rules that count rows twice, or leave a device without layers or vocabulary.
-
-    Raises:
-      ConfigError: names every rule of `sharding.logical_axis_rules` that does not fit, and one that
-        does.
-    """
+    """Refuse rules that count rows twice, or leave a device without layers or vocabulary."""
     rules, shape = engine_inputs.rules, engine_inputs.mesh.shape
     required = {
         # Losses and gradients are summed over these, so a row on two devices would count twice.
@@ -84,12 +79,7 @@ def with_first(params: Params) -> Params:
 
 
 def trained_parts(specs: Params, parts: Params) -> Params:
-    """Return parts of the parameters, or trees like them, with None where they are frozen.
-
-    Args:
-      specs: the model's `ParamSpec`s, from `with_first`.
-      parts: some parts by name, as in `param_specs`.
-    """
+    """Return parts of the parameters, named as in `param_specs`, with None for frozen ones."""
     names = {"outside": "layers"}
     return {
         name: trainable(specs[names.get(name, name)], part) if part else part

@@ -46,6 +46,11 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, add
 from maxpipe.pipeline.engines.scheduled.carry import (
     Carry,
+    Chunk,
+    ChunkInputs,
+    ChunkOutputs,
+    ChunkVjp,
+    Weights,
     add_auxiliary,
     add_to_layers,
     filled,
@@ -53,16 +58,9 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     read_all,
     read_chunk,
     read_layers,
+    with_base,
     write,
     write_all,
-)
-from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
-    Chunk,
-    ChunkInputs,
-    ChunkOutputs,
-    ChunkVjp,
-    Weights,
-    with_base,
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
@@ -145,7 +143,6 @@ class StageProgram:
         """Run all ticks of a plan, phase by phase.
 
         Args:
-          plan: what to do in each tick.
           vjp: the chunk's vjp, a `SplitBackwardVjp` if the plan splits backwards; None to run only
             forward and sum up the cross-entropy.
           carry: empty stores and zero sums.
@@ -170,8 +167,6 @@ class StageProgram:
         Args:
           phase: the ticks of this loop on all stages, known while tracing; what none of them does
             is not compiled.
-          vjp: as in `run`.
-          carry: the carry of the tick before.
           tick: this stage's indices in this tick, scalars.
         """
         y = dx = head_gradient = residuals = None
@@ -263,9 +258,7 @@ class StageProgram:
     ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Run a microbatch up to the first chunk; return zeros and `no_aux` if it is negative.
 
-        Returns:
-          (input of the first chunk [B, T, D] like `like`, auxiliary losses of this stage's share
-          of the layers before it, like `no_aux`).
+        The input of the first chunk is [B, T, D], the losses are those of this stage's share.
         """
 
         def first_input(microbatch: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
@@ -287,11 +280,7 @@ class StageProgram:
     def _head(
         self, train: bool, carry: Carry, tick: LockstepPlan, y: jax.Array
     ) -> tuple[Carry, jax.Array]:
-        """Run the head on the last stage's output.
-
-        Returns:
-          (carry with loss and gradients added, gradient for y [B, T, D]).
-        """
+        """Run the head; return the carry with sums, and the gradient for y [B, T, D]."""
         batch = self._microbatch(jnp.maximum(tick.ends.head, 0))
         targets, weights = batch["targets"], batch["weights"]
         Sums = tuple[jax.Array, AuxiliaryLosses, Params]
@@ -329,11 +318,9 @@ class StageProgram:
         residuals: Arrays,
         head_gradient: jax.Array | None,
     ) -> tuple[Carry, jax.Array]:
-        """Run the B slot.
+        """Run the B slot; return the carry, and the gradient for the chunk's input [B, T, D].
 
-        Returns:
-          (carry with weight gradients added, or the stash that they need; gradient for the chunk's
-          input [B, T, D]).
+        Weight gradients are added to the carry, or the stash that they need is written.
         """
         assert carry.gradients is not None
         dy = read(carry.gradients, tick.B.reads)

@@ -154,7 +154,6 @@ class LockstepPlan:
 
     @property
     def stores_head_gradient(self) -> bool:
-        """Return whether some gradient of the head is stored for a later tick."""
         return bool((self.ends.head_gradient < self.sizes.gradients).any())
 
     @property
@@ -176,10 +175,7 @@ class LockstepPlan:
 
 
 def lockstep_plan(table: Table) -> LockstepPlan:
-    """Plan a valid table for the scheduled engine.
-
-    Args:
-      table: table in loop placement with F and B, or F, I and W units (F alone to evaluate).
+    """Plan a valid table in loop placement with F and B, or F, I and W units; F alone to evaluate.
 
     Raises:
       ScheduleError: the table has both full and split backwards, or another placement.
@@ -325,7 +321,6 @@ def plan_text(plan: LockstepPlan) -> str:
 def _cell_texts(
     plan: LockstepPlan, tick: int, stage: int, *, is_last: bool
 ) -> tuple[list[str], list[str]]:
-    """Return a text for each slot that a stage runs in a tick, and the store slots it receives."""
     cell = jax.tree.map(lambda a: a[tick, stage] if a.ndim == 2 else a[tick], plan)
     f_slot, b_slot, w_slot, ends, sizes = cell.F, cell.B, cell.W, cell.ends, plan.sizes
 

@@ -26,11 +26,7 @@ _AT_ONCE = 3
 
 @dataclass(frozen=True)
 class WeightTransfers:
-    """Transfers of the weights of one stage's chunks, and of their gradients.
-
-    Attributes:
-      layers: parameters of this stage [V, L, ...], this device's shards.
-    """
+    """Transfers of one stage's weights, shards [V, L, ...] of them, and of their gradients."""
 
     gathers: GatherTree
     layers: Params
@@ -48,10 +44,7 @@ class WeightTransfers:
     def add(self, carry: Carry, slot: BackwardSlot | WeightSlot, gradients: Layers) -> Carry:
         """Add a unit's gradients, summed over devices, to this stage's; zeros if the slot is idle.
 
-        Args:
-          carry: the carry, with float32 sums of gradients [V, L, ...].
-          slot: the slot of one tick and stage, scalars.
-          gradients: this device's gradients of full parameters; None where one is frozen.
+        They are this device's gradients of full parameters; None where one is frozen.
         """
         # Frozen parameters have None, which is not a leaf.
         totals, structure = jax.tree.flatten(carry.layer_gradients)
