@@ -72,12 +72,9 @@ def test_adapted_order_with_slow_input_gradients_waits_no_longer_than_the_author
     assert now.idle_in_span <= theirs + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("name", "S", "M", "costs"),
-    [("zb_v", 4, 8, WITH_HEAD), ("zb_v", 4, 3, EQUAL), ("zb_h2", 4, 8, WITH_HEAD)],
-)
-def test_adapted_order_takes_less_time_where_the_published_one_waits(name, S, M, costs):
-    before, now = adapted(name, S, M, costs)
+@pytest.mark.parametrize(("name", "M"), [("zb_v", 8), ("zb_v", 3), ("zb_h2", 8)])
+def test_adapted_order_takes_less_time_where_the_published_one_waits(name, M):
+    before, now = adapted(name, 4, M, EQUAL if M == 3 else WITH_HEAD)
     assert now.makespan < before.makespan - 0.05
 
 
@@ -86,12 +83,9 @@ def test_order_whose_stages_never_wait_stays_the_published_one(name):
     before, now = adapted(name, 4, 8, EQUAL)
     assert before.idle_in_span == 0
     assert to_csv(now.table) == to_csv(before.table)
-
-
-def test_order_of_another_schedule_does_not_follow_times():
-    times = SLOW_I.unit_times(4, 1, "loop")
-    table = load_schedule("zb_h1", 4, 8, times=times)
-    assert to_csv(table) == to_csv(load_schedule("zb_h1", 4, 8))
+    # Others do not follow times at all.
+    before, now = adapted("zb_h1", 4, 8, SLOW_I)
+    assert to_csv(now.table) == to_csv(before.table)
 
 
 def test_adapted_order_is_the_same_in_every_process():

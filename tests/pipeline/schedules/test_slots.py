@@ -47,11 +47,6 @@ def test_slots_of_residuals_and_stash_are_the_simulated_peaks(name):
         assert slots.stash.peak.tolist() == run.peak_stash.tolist()
 
 
-def test_slots_of_lockstep_arrivals_are_one():
-    slots = activation_slots(load_schedule("lockstep_1f1b", 4, 16, 2))
-    assert (slots.activations.size, slots.gradients.size) == (1, 1)
-
-
 def test_slots_of_gradients_of_the_head_live_from_the_tick_after_it():
     table = load_schedule("lockstep_1f1b", 2, 3, slack=1)
     gradients = activation_slots(table).gradients

@@ -21,8 +21,9 @@ from helpers.mpmd_programs import (
 from maxpipe.builder import build_trainer
 from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.engines.mpmd.program import UnitName, dump, route
+from maxpipe.pipeline.engines.mpmd.program import UnitName, dump, fingerprint, route
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+from maxpipe.pipeline.schedules.load import load_schedule
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
@@ -53,14 +54,9 @@ def test_computations_read_the_weights_of_their_chunk_only():
 
 def test_neighbours_exchange_one_activation_and_one_gradient():
     sends = route(sliced(chain, weights(), inputs()), [0, 1, 2]).sends
-    assert {str(name): len(values) for name, values in sends.items()} == {
-        "F0": 1,
-        "F1": 1,
-        "F2": 0,
-        "B2": 1,
-        "B1": 1,
-        "B0": 0,
-    }
+    assert [f"{name}:{len(values)}" for name, values in sends.items()] == (
+        ["F0:1", "F1:1", "F2:0", "B2:1", "B1:1", "B0:0"]
+    )
     assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
 
 
@@ -156,25 +152,40 @@ def test_gradient_of_a_shared_weight_has_a_part_on_each_stage():
     assert_computes(program, loss, weights(2), inputs())
 
 
-class TestSplitBackward:
-    def test_recomputed_forward_of_a_checkpoint_runs_in_i_only(self):
-        def loss(w, x):
-            for one in w:
-                x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
+def test_recomputed_forward_of_a_checkpoint_runs_in_i_only():
+    def loss(w, x):
+        for one in w:
+            x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(), inputs(), split_backwards=True)
+    assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
+
+
+def test_casts_do_not_pass_from_i_to_w():
+    def loss(w, x):
+        for one in w:
+            x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(), inputs(), split_backwards=True)
+    assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
+    assert_computes(program, loss, weights(), inputs())
+
+
+def test_fingerprint_tells_what_differs_and_is_the_same_for_another_trace():
+    def digest(factor=3.0, rows=2, schedule="1f1b", microbatches=4):
+        def loss(matrices, x):
+            for matrix in matrices:
+                x = mark(jnp.sin(x @ matrix) * factor)
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backwards=True)
-        assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
+        table = load_schedule(schedule, 3, microbatches)
+        return fingerprint(sliced(loss, weights(), inputs()[:rows]), table)
 
-    def test_casts_do_not_pass_from_i_to_w(self):
-        def loss(w, x):
-            for one in w:
-                x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
-            return jnp.sum(x * x)
-
-        program = sliced(loss, weights(), inputs(), split_backwards=True)
-        assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
-        assert_computes(program, loss, weights(), inputs())
+    assert digest() == digest()
+    others = digest(2.0), digest(rows=1), digest(microbatches=5), digest(schedule="gpipe")
+    assert len({digest(), *others}) == 5
 
 
 def test_dump_names_values_after_their_computations():
