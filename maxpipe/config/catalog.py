@@ -280,7 +280,7 @@ class LearningRateSchedule(Variant):
     unused: tuple[str, ...] = ("stable_fraction",)
 
 
-_LR_SCHEDULES = "maxpipe.training.lr_schedules:"
+_LR_SCHEDULES = "maxpipe.training.optimizers:"
 LR_SCHEDULES: dict[str, LearningRateSchedule] = {
     "constant": LearningRateSchedule(
         _LR_SCHEDULES + "constant",

@@ -21,7 +21,6 @@ class BatchPlacer:
     """Place this process's rows of a batch on its devices.
 
     Args:
-      mesh: the device mesh.
       spec: layout of a [B, T] array.
       num_rows: B.
 
@@ -55,7 +54,6 @@ def all_rows(state: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarra
     Args:
       state: int64 [R, 3], `Loader.state` of this process.
       rows: indices of these rows in the global batch.
-      num_rows: B.
     """
     if jax.process_count() == 1:
         return state
@@ -73,11 +71,8 @@ def all_rows(state: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarra
 
 @jax.jit
 def batch_digest(batch: Batch) -> jax.Array:
-    """Return a fingerprint of a global batch, uint32 scalar.
-
-    The digests of the arrays are weighted by odd factors in the order of their names, so that the
-    fingerprint changes if two arrays trade places.
-    """
+    """Return a fingerprint of a global batch, uint32 scalar."""
+    # Weighted by odd factors, so that it changes if two arrays trade places.
     digests = [
         device_digest(batch[name]) * np.uint32(2 * i + 1) for i, name in enumerate(sorted(batch))
     ]

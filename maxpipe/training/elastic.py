@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 from jax.sharding import Mesh
@@ -34,7 +34,7 @@ from maxpipe.supervise.process import ProgressFile
 from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import LOAD, holds, write
-from maxpipe.training.trainer import Trainer
+from maxpipe.training.trainer import BuildTrainer, Trainer
 
 if TYPE_CHECKING:
     from maxpipe.compile.step import StepTrainer
@@ -43,12 +43,6 @@ _STEPS = 3  # to dispatch before compiling: by then the first of them is finishe
 _LOOK_SECONDS = 0.2
 # Otherwise the compiler would wait for measurements by processes that do not compile this.
 OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
-
-
-class BuildTrainer(Protocol):
-    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
-
-    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:

@@ -23,7 +23,7 @@ from maxpipe.hf.exporter import export
 from maxpipe.hf.family import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
 from maxpipe.hf.single_file import export_file
-from maxpipe.training.resuming import version_of
+from maxpipe.training.resuming import VERSIONS
 
 DONE, NOT_READ = 0, 1  # exit codes
 
@@ -32,7 +32,6 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     """Write the checkpoint that a command line names, and return the exit code.
 
     Args:
-      flags: command-line flags of `maxpipe.export`.
       store, steps: the checkpoints to read, from `find_checkpoint`.
 
     Raises:
@@ -82,7 +81,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     origin=origin,
                     tokenizer=tokenizer,
                     turn_ends=_turn_ends(config, tokenizer, store),
-                    version=version_of(record.meta),
+                    version=str((record.meta.get(VERSIONS) or {}).get("maxpipe", "")),
                     history=history,
                 )
     except OSError as error:
@@ -99,7 +98,6 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 
 @contextmanager
 def _writing(flag: str, target: Path) -> Iterator[None]:
-    """Turn errors of the file system into a ConfigError that names the target."""
     try:
         yield
     except OSError as error:
@@ -118,14 +116,7 @@ def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer
 
 
 def _turn_ends(config: Config, tokenizer: Tokenizer | None, store: StepStore) -> set[int]:
-    """Return the ids that end a turn of a run's conversations, as in `maxpipe.generate --chat`.
-
-    Raises:
-      ConfigError: the run's chat template cannot be used.
-    """
+    """Return the ids that end a turn of a run's conversations, as in `maxpipe.generate --chat`."""
     if tokenizer is None or not is_chat(config.data):
         return set()
-    tokens, text = end_of_turn(find_chat_template(config, store), tokenizer)
-    if not tokens:
-        print(f"answers end with the text {text!r}, which is no token: eos_token_id stays")
-    return tokens
+    return end_of_turn(find_chat_template(config, store), tokenizer)[0]

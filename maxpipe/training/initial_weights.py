@@ -35,18 +35,12 @@ KEY = "init_from"
 
 
 class InitialWeights(Protocol):
-    """Weights that fit the model: opening them has compared all names and shapes.
-
-    Attributes:
-      num_bytes, num_elements: bytes and elements of all tensors that are read.
-    """
+    """Weights that fit the model: opening them has compared all names and shapes."""
 
     num_bytes: int
     num_elements: int
 
-    def describe(self) -> list[str]:
-        """Return lines about what is read and what is left out."""
-        ...
+    def describe(self) -> list[str]: ...
 
     def read(
         self,
@@ -57,15 +51,13 @@ class InitialWeights(Protocol):
         """Return a parameter in its layout on disk, [num_layers, ...] for a layer parameter.
 
         Args:
-          path: keys that lead to the parameter.
-          like: shape, dtype and sharding of the result.
           advance: called repeatedly with the share of the parameter that has been read so far.
         """
         ...
 
 
 def open_weights(config: Config) -> InitialWeights | None:
-    """Return the weights that `init_from` names, None if it is empty; all processes call this.
+    """Return the weights that `init_from` names; all processes call this.
 
     Raises:
       ConfigError: the weights do not fit the model, all names are listed; or the tokenizer is
@@ -138,12 +130,6 @@ class RunWeights:
     All processes read the step that process 0 finds, since a run still in training may commit a
     newer one meanwhile, and check that it is the same.
 
-    Args:
-      config: the resolved configuration; `init_from` names the directory of the run.
-
-    Attributes:
-      num_bytes, num_elements: bytes and elements of all parameters.
-
     Raises:
       ConfigError: there is no step, it cannot be read, it has adapters, its model differs (all
         names are listed), or processes see different steps.
@@ -182,7 +168,6 @@ class RunWeights:
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = lambda share: None,
     ) -> jax.Array:
-        """Return a parameter as `InitialWeights` says; ConfigError if a file cannot be read."""
         try:
             array = self._reader.read(".".join((PARAMS, *path)), like.sharding)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
@@ -193,11 +178,7 @@ class RunWeights:
 
 
 def newest_step(value: str) -> Path:
-    """Return the directory of the newest committed step that process 0 finds in `run:DIR`.
-
-    Raises:
-      ConfigError: there is no such step.
-    """
+    """Return the directory of the newest committed step that process 0 finds in `run:DIR`."""
     store = open_steps(run_of(value), KEY)
     step = processes.of_first_process(max(store.steps(), default=0))
     if not step:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.writers import Row
 from maxpipe.training.batches import BatchPlacer, all_rows
-from maxpipe.training.samples import samples
 from maxpipe.training.trainer import Trainer
 
 DONE, DIVERGED = 0, 42  # exit codes
@@ -38,18 +37,11 @@ class Session:
     """What the loop works with; built by `maxpipe.training.start.start_session`.
 
     Attributes:
-      config: the resolved configuration.
-      trainer: the trainer, which computes steps and decides the layout of the state.
       state: the trainer's state after `step` finished steps.
-      step: number of finished steps.
       skips: number of non-finite steps in a row, up to now.
       loader: training data; its next batch is batch `step`, counted from 0.
-      place, place_eval: functions that put batches on the devices.
-      checkpointer, recorder, profiler: where results are written.
       meta: what a checkpoint records about its run.
-      supervision: signals, deadlines and time accounting.
       held_out: batches of an evaluation; None without evaluations.
-      held_out_by_source: batches of each source of a mixture, by name.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
       on_step: called with each finished step and its row of `metrics.jsonl`, while `state` is the
@@ -116,21 +108,27 @@ def _train(run: Session) -> int:
             run.step += 1
             # 2. Log the step before this one, and this one too if it must be finished now.
             step_log.add(run.step, metrics)
-            due = _due(run, is_overdue)
-            if any(due):
+            is_due = run.checkpointer.due(run.step) or is_overdue  # `due` is called every step
+            is_replica_due = run.checkpointer.replica_due(run.step)
+            every, traced = config.eval.every, config.telemetry.profile_steps
+            evaluates = bool(every) and (run.step % every == 0 or run.step == config.steps)
+            # A trace is complete only when the step is, and the callback must see the state after
+            # its step, not one that is a step ahead.
+            is_watched = run.step in traced or run.on_step is not None
+            if is_due or is_replica_due or evaluates or is_watched:
                 step_log.finish()
             run.profiler.after(run.step)
             if step_log.has_diverged:
                 return _too_many_skips(run, step_log, saved_step)
             # 3. Evaluate and save.
-            if due.evaluate:
+            if evaluates:
                 evaluate(run)
-            is_overdue = due.save and not step_log.last_is_finite
-            if due.save and not is_overdue:
+            is_overdue = is_due and not step_log.last_is_finite
+            if is_due and not is_overdue:
                 save(run)
                 saved_step = run.step
-            elif due.replicate and step_log.last_is_finite:
-                replicate(run)
+            elif is_replica_due and step_log.last_is_finite:
+                _checkpoint(run, run.checkpointer.replicate)
             step_log.resume()
         # 4. The last step is still pending: finish it, and save what is not saved yet. A step that
         # was not finite has left the parameters as they were, and is counted in the state.
@@ -145,32 +143,6 @@ def _train(run: Session) -> int:
                 with jax.transfer_guard("allow"):
                     run.checkpointer.check(run.step, run.state)
     return signals.exit_code if is_interrupted else DONE
-
-
-class _Due(NamedTuple):
-    evaluate: bool
-    save: bool
-    replicate: bool
-    trace: bool
-    call: bool
-
-
-def _due(run: Session, is_overdue: bool) -> _Due:
-    """Return what has to happen after the step just dispatched.
-
-    Args:
-      is_overdue: whether a save waits for the next finite step.
-    """
-    every, step = run.config.eval.every, run.step
-    return _Due(
-        evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
-        save=run.checkpointer.due(step) or is_overdue,  # must be called every step
-        replicate=run.checkpointer.replica_due(step),
-        # The trace of a step is complete only when the step is.
-        trace=step in run.config.telemetry.profile_steps,
-        # The callback must see the state after its step, not one that is a step ahead.
-        call=run.on_step is not None,
-    )
 
 
 def _too_many_skips(run: Session, step_log: "StepLog", saved_step: int) -> int:
@@ -189,18 +161,13 @@ def _too_many_skips(run: Session, step_log: "StepLog", saved_step: int) -> int:
 
 
 def _diverged(run: Session, reason: str, remedy: str = "") -> int:
-    """Report why a run cannot continue from its state, and return the exit code."""
     lower = "Lower optimizer.learning_rate and start again"
     run.recorder.print_line(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
 def save(run: Session) -> None:
-    """Start an asynchronous checkpoint of the state and the data position after `run.step`.
-
-    Raises:
-      LeaseLost: the run directory is gone or has another owner.
-    """
+    """Start an asynchronous checkpoint of the state and the data position after `run.step`."""
     # Check again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
     # A crash on either side of this leaves rows that fit the newest checkpoint.
@@ -208,15 +175,9 @@ def save(run: Session) -> None:
     _checkpoint(run, partial(run.checkpointer.save, on_set_aside=on_set_aside))
 
 
-def replicate(run: Session) -> None:
-    """Start a replica in memory, which holds the same as a checkpoint."""
-    _checkpoint(run, run.checkpointer.replicate)
-
-
 def _checkpoint(
     run: Session, start: Callable[[int, object, np.ndarray, dict[str, Any]], object]
 ) -> None:
-    """Call `start` with the step, its state as on disk, the data position, and the meta."""
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
@@ -253,6 +214,8 @@ def evaluate(run: Session) -> None:
         if run.config.eval.prompts:
             with jax.transfer_guard("allow"):
                 params = run.trainer.canonical_params(run.state)
+            from maxpipe.training.samples import samples
+
             progress = partial(run.supervision.watchdog.progress, before_step=False)
             run.recorder.samples(run.step, samples(run.config, params, progress))
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
@@ -285,11 +248,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def run_and_close(run: Session, train: Callable[[], int]) -> int:
-    """Call `train`, then close everything however it ended; raise the error of a failed last save.
-
-    Raises:
-      LeaseLost: the run directory is gone or has another owner, even if all steps are done.
-    """
+    """Call `train`, close everything however it ended; raise the error of a failed last save."""
     supervision = run.supervision
 
     def announce_end() -> None:
@@ -323,11 +282,6 @@ class StepLog:
     """Records steps one step late, so that the devices always have the next step to do.
 
     Reports skipped steps, and counts steps in a row that were not finite.
-
-    Attributes:
-      last_step: the last recorded step, 0 before the first.
-      last_is_finite: whether its loss and gradients were finite.
-      skips: number of non-finite steps in a row, up to now.
     """
 
     def __init__(self, run: Session):
@@ -340,13 +294,11 @@ class StepLog:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether the last recorded step reached the limit of non-finite steps in a row."""
         limit = self._run.config.optimizer.max_consecutive_skips
         # Without a recorded step the count is an earlier start's, perhaps with a higher limit.
         return bool(limit) and self.skips >= limit and not self.last_is_finite
 
     def begin(self) -> None:
-        """Note when the next step is dispatched."""
         self._begun = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:

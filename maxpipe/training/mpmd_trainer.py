@@ -31,7 +31,6 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
-from maxpipe.training.expert_load import load_figures, with_excess
 from maxpipe.training.stage_exchange import DeviceExchange, HostExchange
 from maxpipe.training.state import (
     HostArray,
@@ -44,7 +43,7 @@ from maxpipe.training.state import (
 )
 from maxpipe.training.step import judge_step
 from maxpipe.training.trainer import ReadParameter, Trainer
-from maxpipe.training.update import History, Optimizer
+from maxpipe.training.update import History, Optimizer, load_figures, with_excess
 
 ResultT = TypeVar("ResultT")
 
@@ -52,30 +51,18 @@ ResultT = TypeVar("ResultT")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageState:
-    """What one stage owns; names as in `TrainState`.
-
-    Attributes:
-      step: int32 scalar, finished steps.
-      key: uint32 key data of the run.
-      params: {"chunks": {global chunk: layers}} and, where the stage owns them, "embed" and "head".
-      opt_state: the optimizer's state of `params`.
-    """
+    """What one stage owns; fields as in `TrainState`."""
 
     step: jax.Array
     key: jax.Array
-    params: Params
+    params: Params  # {"chunks": {global chunk: layers}}, "embed" and "head" if the stage owns them
     opt_state: optax.OptState
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MpmdState:
-    """Live state of a run over all stages.
-
-    Attributes:
-      stages: what each stage owns.
-      skips, history: as in `TrainState`, on the stage of the loss.
-    """
+    """Live state of a run over all stages; `skips` and `history` are on the stage of the loss."""
 
     stages: tuple[StageState, ...]
     skips: jax.Array
@@ -83,7 +70,6 @@ class MpmdState:
 
     @property
     def params(self) -> StageParams:
-        """Return the live parameters as the engine takes them."""
         return tuple(stage.params for stage in self.stages)
 
 
@@ -91,11 +77,8 @@ class MpmdTrainer(Trainer[MpmdState]):
     """Train with the mpmd engine.
 
     Args:
-      program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      engine: the engine, which computes losses and gradients.
       rules: logical axis rules on the mesh of all stages.
       make_optimizer: function that returns the update rule for a tree of `ParamSpec`s.
-      adds_batch_digest: see `Trainer`.
     """
 
     def __init__(
@@ -128,7 +111,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         squared_norm = partial(optax.tree.norm, squared=True)
         self._squared_norms = [OnStage(squared_norm, mesh) for mesh in engine.meshes]
         end = engine.meshes[engine.loss_stage]
-        self._norm = OnStage(_norm, end)
+        self._norm = OnStage(lambda squares: jnp.sqrt(sum(squares[1:], squares[0])), end)
         self._load_figures = OnStage(load_figures, end)
         self._judge = OnStage(partial(judge_step, self._optimizer), end)
         self._update = [
@@ -270,7 +253,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         is_mirror = partial(mirrors, jax.tree.structure(state.params))
         params = self._split(state.params, *(live.params for live in self._shardings))
         opt_states = jax.tree.map(
-            lambda node, *live: OfStages(self._split(node, *live)),
+            lambda node, *live: self._split(node, *live),
             state.opt_state,
             *(live.opt_state for live in self._shardings),
             is_leaf=is_mirror,
@@ -278,14 +261,18 @@ class MpmdTrainer(Trainer[MpmdState]):
         stages = []
         for stage, live in enumerate(self._shardings):
             step, key = jax.tree.map(_place, (state.step, state.key), (live.step, live.key))
-            opt_state = jax.tree.map(lambda parts, s=stage: parts.parts[s], opt_states)
+            opt_state = jax.tree.map(
+                lambda parts, s=stage: parts[s],
+                opt_states,
+                is_leaf=lambda node: isinstance(node, list),
+            )
             stages.append(StageState(step, key, params[stage], opt_state))
         return self._state(stages, state.skips, state.history)
 
     def _join(self, *parts: Any) -> Any:
         """Join the stages' parts of a subtree that mirrors the parameters, on the host.
 
-        Leaves are moved one by one. What belongs to no parameter is the same on all stages.
+        What belongs to no parameter is the same on all stages.
 
         Args:
           parts: the part of each stage, then the subtree on disk, with shapes and shardings.
@@ -313,7 +300,6 @@ class MpmdTrainer(Trainer[MpmdState]):
         What belongs to no parameter is copied to all stages.
 
         Args:
-          node: tree like {"embed", "layers", "head"}, or an array.
           shardings: shardings of each stage's part, which also say what the stage owns.
         """
         if isinstance(shardings[0], NamedSharding):
@@ -338,12 +324,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         return parts
 
     def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
-        """Return a stage's gradients with expert load in place of those of selection biases.
-
-        Args:
-          gradients: gradients of the parameters that a stage owns.
-          load: float32 [N, E]; None without experts.
-        """
+        """Put expert load [N, E] in place of the gradients of a stage's selection biases."""
         if load is None:
             return gradients
         chunks = {
@@ -359,7 +340,6 @@ class MpmdTrainer(Trainer[MpmdState]):
         return MpmdState(tuple(stages), *jax.tree.map(place, (skips, history)))
 
     def _abstract_stage(self, stage: int) -> StageState:
-        """Return shapes, dtypes and shardings of what a stage owns."""
         shapes = jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0))
         shardings = shardings_of(shapes, self.engine.abstract[stage], self._replicated[stage])
         return jax.tree.map(with_sharding, shapes, shardings)
@@ -371,12 +351,7 @@ class MpmdTrainer(Trainer[MpmdState]):
 
 
 class OnStage(Generic[ResultT]):
-    """A function that runs on a stage; its results are replicated there and absent elsewhere.
-
-    Args:
-      f: function of arrays on the stage.
-      mesh: the stage's mesh.
-    """
+    """A function that runs on a stage; its results are replicated there and absent elsewhere."""
 
     def __init__(self, f: Callable[..., ResultT], mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -393,13 +368,6 @@ class OnStage(Generic[ResultT]):
         return result
 
 
-@dataclass(frozen=True)
-class OfStages:
-    """A leaf of a tree that holds a part for each stage."""
-
-    parts: list[Any]
-
-
 def _check_agreement(engine: MpmdEngine) -> None:
     """Check that several processes can run their stages together; all of them call this."""
     if not describe_transfers():
@@ -412,10 +380,6 @@ def _check_agreement(engine: MpmdEngine) -> None:
         reason = "a stage of several processes has no memory of one host"
         raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))
     agree_on({"traced program": fingerprint(engine.training.program, engine.table)})
-
-
-def _norm(squares: list[jax.Array]) -> jax.Array:
-    return jnp.sqrt(sum(squares[1:], squares[0]))
 
 
 def _place(x: HostArray, sharding: NamedSharding) -> jax.Array:

@@ -1,10 +1,14 @@
-"""Build optimizers by `optimizer.name`; `maxpipe.config.catalog.OPTIMIZERS` lists the names.
+"""Build optimizers by `optimizer.name`, and learning-rate schedules by `optimizer.schedule`.
 
-Each maps `optimizer.*` and the tree of `ParamSpec`s to an `optax.GradientTransformation` whose
-updates are descent directions: `Optimizer` adds weight decay and multiplies by minus the learning
-rate. Gradients, and the parameters passed to `init`, are float32. Layer parameters have one to
-three leading layer dimensions, depending on the engine, that their specs do not have: a function
-that is not elementwise must go through `per_layer`.
+The names are in `maxpipe.config.catalog`. An optimizer maps `optimizer.*` and the tree of
+`ParamSpec`s to an `optax.GradientTransformation` whose updates are descent directions: `Optimizer`
+adds weight decay and multiplies by minus the learning rate. Gradients, and the parameters passed to
+`init`, are float32. Layer parameters have one to three leading layer dimensions, depending on the
+engine, that their specs do not have: a function that is not elementwise must go through
+`per_layer`.
+
+A schedule maps (progress, config) to a share of the peak rate: progress is a float32 scalar that
+runs from 0 at the end of the warm-up to 1 at `optimizer.decay_steps` and stays there.
 """
 
 import math
@@ -112,14 +116,9 @@ def per_layer(
 ) -> optax.GradientTransformation:
     """Return a transformation of the parameter tree that treats each layer separately.
 
-    Args:
-      make: function that returns the transformation of one layer's parameter, given its spec.
-      specs: tree of `ParamSpec`s.
-
-    Returns:
-      A transformation whose state is a tree like the parameters, with the state of one
-      transformation in place of each. All arrays of that state, including counters, have the
-      leading layer dimensions of the parameter, so that they follow it into the layout on disk.
+    Its state is a tree like the parameters, with the state of one transformation, from `make`, in
+    place of each. All its arrays, including counters, have the leading layer dimensions of the
+    parameter, so that they follow it into the layout on disk.
     """
 
     def over_layers(f: FunctionT, spec: ParamSpec, p: jax.Array) -> FunctionT:
@@ -150,3 +149,34 @@ def per_layer(
         return directions, states
 
     return optax.GradientTransformation(init, update)
+
+
+def constant(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Keep the peak rate throughout."""
+    return jnp.ones_like(progress)
+
+
+def linear(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Fall in a straight line to the final fraction."""
+    return 1 - (1 - config.final_fraction) * progress
+
+
+def cosine(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Fall along half a cosine to the final fraction (Loshchilov & Hutter 2017)."""
+    share = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    return config.final_fraction + (1 - config.final_fraction) * share
+
+
+def inverse_sqrt(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Fall with the root of the steps (Vaswani et al. 2017), down to the final fraction."""
+    warmup = max(config.warmup_steps, 1)
+    step = warmup + progress * max(config.decay_steps - config.warmup_steps, 1)
+    return jnp.maximum(jnp.sqrt(warmup / step), config.final_fraction)
+
+
+def wsd(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Keep the peak rate, then fall in a straight line: warm-up, stable, decay (Hu et al. 2024)."""
+    decayed = jnp.maximum(progress - config.stable_fraction, 0) / max(
+        1 - config.stable_fraction, 1e-6
+    )
+    return 1 - (1 - config.final_fraction) * decayed

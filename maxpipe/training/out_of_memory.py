@@ -26,14 +26,7 @@ _FREE = re.compile(r"There are ([\d.]+)([KMGT]?)B? free")  # of TPUs
 
 
 def explanation(error: Exception, written: Config, config: Config, mesh: Mesh) -> str:
-    """Return the sizes of what has no room, and remedies; "" if an error is about something else.
-
-    Args:
-      error: the error, of JAX or NumPy.
-      written: the configuration as loaded; alternatives derive from it.
-      config: the resolved configuration, with its stages chosen.
-      mesh: the mesh of all devices.
-    """
+    """Return the sizes of what has no room, and remedies; "" for an error about something else."""
     sizes = _sizes(str(error), mesh.devices.flat[0])
     return sizes and f"out of memory: {sizes}\n{_remedies(written, config, mesh)}"
 
@@ -59,7 +52,6 @@ def _bytes(match: re.Match[str]) -> str:
 
 
 def _remedies(written: Config, config: Config, mesh: Mesh) -> str:
-    """Return the changes that save most on these devices, by estimate, in a line."""
     devices = mesh.devices.reshape(-1).tolist()
     tpu, count = tpu_of(devices), (mesh.size, num_slices(devices))
     config = with_gather_mode(on_platform(config, devices[0].platform), tpu)

@@ -1,37 +1,38 @@
-"""Continue a run from one of its steps: choose it, compare it with this start, restore it."""
+"""Compare a run with its earlier starts, or its other processes, and continue it from a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, datetime
-from typing import Any
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.errors import CheckpointMismatch
+import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.resume import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
-from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
-from maxpipe.config.load import from_record
-from maxpipe.config.sections import Config, OptimizerConfig
+from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed
+from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.rules.layout import is_csv
+from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.data.chat_template import trained_template
-from maxpipe.data.fingerprint import CHANGED, DataChange, DataFingerprint
+from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.devices import processes
+from maxpipe.devices.agreement import source_digest
+from maxpipe.storage.local_files import sampled_digest
+from maxpipe.storage.model_folders import directory_digest
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.run_directory import Meta, RunDirectory
-from maxpipe.training.state import TrainState
-from maxpipe.training.trainer import StateT, Trainer
-from maxpipe.training.update import learning_rate
 
 FINGERPRINT, VERSIONS = "fingerprint", "versions"  # in a checkpoint's meta
 DOCUMENTS = "documents"  # in the fingerprint: number of training documents
-_OPTIMIZER = "optimizer.name"
-_SAME_RATE = 1e-6  # relative; float32 rounds more finely than this
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_RUNTIME = "libtpu"  # installed where it is needed
 
 
 def followed_once(
@@ -77,18 +78,8 @@ def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:
     return step_to_resume(resume, steps, checkpointer.place)
 
 
-def optional_parts(changed: Sequence[Change]) -> list[str]:
-    """Return the parts of a state that are not read if the checkpoint has them in another form.
-
-    The spike filter may be switched on or off, or have another window, in any start.
-    """
-    return ["history", "opt_state"] if _has_other_optimizer(changed) else ["history"]
-
-
-def live_state(trainer: Trainer[StateT], saved: TrainState, changed: Sequence[Change]) -> StateT:
-    """Return the trainer's live state; its optimizer state is new if the optimizer was changed."""
-    state = trainer.from_canonical(saved)
-    return trainer.restart_optimizer(state) if _has_other_optimizer(changed) else state
+def has_other_optimizer(changed: Sequence[Change]) -> bool:
+    return any(change.key == "optimizer.name" for change in changed)
 
 
 def continue_loader(
@@ -106,24 +97,16 @@ def continue_loader(
 def check_continuity(
     directory: RunDirectory, fingerprint: DataFingerprint, meta: Meta, place: str
 ) -> list[Change]:
-    """Return the allowed changes since a checkpoint, keys first, then data.
-
-    Args:
-      directory: the run's directory, as this start sees it.
-      fingerprint: fingerprint of this start's data.
-      meta: the checkpoint's metadata.
-      place: where the checkpoint is, for messages.
+    """Return the allowed changes since a checkpoint at `place`, keys first, then data.
 
     Raises:
       ConfigError: something differs that must not, unless `checkpoint.accept_changes` names it.
     """
-    if not isinstance(meta.get("config"), Mapping):
-        return []
     changed = directory.check(meta, place)
     saved = meta.get(FINGERPRINT)
     if saved is None:
-        return changed
-    data = _data_changes(fingerprint, saved)
+        return changed  # an earlier version wrote it
+    data = fingerprint.changes_since(saved)
     problems = [
         Problem(
             change.key,
@@ -138,94 +121,80 @@ def check_continuity(
     return changed + [Change(change.key, None, f"{change.kind}: {change.text}") for change in data]
 
 
-@contextmanager
-def naming_shapes(changed: Sequence[Change], directory: RunDirectory) -> Iterator[None]:
-    """Name the changed keys if they are the reason why a checkpoint has other arrays."""
-    try:
-        yield
-    except CheckpointMismatch as error:
-        place = str(directory.checkpoints)
-        if problems := shape_refusals(changed, place):
-            raise ConfigError(*problems, directory.advice(place)) from error
-        raise
-
-
-def version_changes(now: Mapping[str, str], saved: object) -> list[Change]:
+def version_changes(now: Mapping[str, str], saved: Mapping[str, str]) -> list[Change]:
     """Return the packages whose versions differ from those that a checkpoint records."""
-    if not isinstance(saved, Mapping):
-        return []
     return [
         Change(name, saved[name], version)
         for name, version in now.items()
-        if name in saved and saved[name] != version
+        if saved.get(name, version) != version
     ]
 
 
-def version_of(meta: Meta) -> str:
-    """Return the version of maxpipe that wrote a checkpoint, "" if its record does not say."""
-    versions = meta.get(VERSIONS)
-    return str(versions.get("maxpipe", "")) if isinstance(versions, Mapping) else ""
+def run_contents(config: Config) -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by name.
 
-
-def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step: int) -> list[str]:
-    """Return a line for each change since a step, and what else a user should know.
-
-    Args:
-      config: the configuration of this start.
-      changed: changes from `check_continuity` and `version_changes`.
-      meta: metadata of that step's checkpoint.
-      step: finished steps.
+    What cannot be read has its error in place of a digest: opening it reports that later.
     """
-    lines = [f"changed since step {step}: {change}" for change in changed]
-    if meta.get(FINGERPRINT) is None:
-        lines.append(
-            f"checkpoint {step} has no fingerprint, because an earlier version wrote it: "
-            "whether data and tokenizer are still the same is not checked"
-        )
-    if _has_other_optimizer(changed):
-        lines.append("the state of the optimizer begins anew")
-    if rate := rate_change(config.optimizer, meta, step):
-        lines.append(rate)
-    return lines
-
-
-def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
-    """Return a line about a learning rate that jumps at a resume, "" if it does not.
-
-    Args:
-      config: `optimizer.*` of this start.
-      meta: the checkpoint's metadata.
-      step: finished steps.
-    """
-    if not isinstance(meta.get("config"), Mapping):
-        return ""
-    finished = jnp.int32(step)
-    now = float(learning_rate(config, finished))
     try:
-        earlier = from_record(meta["config"]).optimizer
-        if earlier.schedule not in LR_SCHEDULES:
-            return ""  # its module is not imported now; the changed key is said anyway
-        before = float(learning_rate(earlier, finished))
-    except ConfigError:
-        return ""  # handmade: no run saved it; or a schedule that can no longer be imported
-    if abs(now - before) <= _SAME_RATE * max(abs(now), abs(before)):
-        return ""
-    line = f"the learning rate of step {step + 1} is {now:.3g}; it was to be {before:.3g}"
-    fixed = [
-        f"optimizer.{name}={getattr(earlier, name)}"
-        for name in ("decay_steps", "warmup_steps")
-        if getattr(earlier, name) != getattr(config, name)
-    ]
-    return line + (f", as with {' '.join(fixed)}" if fixed else "")
+        contents = fingerprint_data(config).digests()
+    except ConfigError as error:
+        contents = {problem.key: problem.message for problem in error.problems}
+    for key, digest in _PATHS.items():
+        if value := str(get(config, key)):
+            try:
+                contents[key] = digest(key, value)
+            except (ConfigError, OSError) as error:
+                contents[key] = str(error)
+    contents |= _own_code(config)
+    versions = package_versions() | {_RUNTIME: installed_version(_RUNTIME)}
+    contents |= {f"version of {name}": version for name, version in versions.items()}
+    return contents | {"code of maxpipe": source_digest()}
 
 
-def _has_other_optimizer(changed: Sequence[Change]) -> bool:
-    return any(change.key == _OPTIMIZER for change in changed)
+def package_versions() -> dict[str, str]:
+    """Return the versions of maxpipe and of the packages that decide what a step computes."""
+    # maxpipe's own version comes from the package: run from a checkout, it need not be installed.
+    installed = {name: metadata.version(name) for name in DEPENDENCIES}
+    return {"maxpipe": maxpipe.__version__} | installed
 
 
-def _data_changes(fingerprint: DataFingerprint, saved: Any) -> list[DataChange]:
+def _own_code(config: Config) -> dict[str, str]:
+    """Return digests of the code of the variants in use that are not maxpipe's own."""
+    digests = {}
+    for key, option in OPTIONS.items():
+        variant = (option.bounds.variants or {}).get(str(get(config, key)))
+        package = getattr(variant, "implementation", "").partition(":")[0].partition(".")[0]
+        if package not in ("", "maxpipe") and (spec := find_spec(package)) and spec.origin:
+            file = Path(spec.origin)
+            files = sorted(file.parent.rglob("*.py")) if spec.submodule_search_locations else [file]
+            digests[f"code of {package}"] = directory_digest(file.parent, files)
+    return digests
+
+
+def installed_version(package: str) -> str:
     try:
-        return fingerprint.changes_since(saved)
-    except (TypeError, KeyError, AttributeError, ValueError):
-        text = "the fingerprint of the checkpoint has another form; its data cannot be compared"
-        return [DataChange(fingerprint.key, CHANGED, text)]
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _model_digest(key: str, value: str) -> str:
+    if value.startswith(RUN):
+        return RUN  # its newest step may change meanwhile; `RunWeights` compares the one it reads
+    if directory := maxtext_directory(value):
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        return directory_digest(Path(directory), files)
+    return open_folder(value, key).digest()
+
+
+def _file_digest(key: str, value: str) -> str:
+    return sampled_digest(value, Path(value).stat().st_size)
+
+
+# Keys whose values are paths, and what to compare in their place.
+_PATHS: Mapping[str, Callable[[str, str], str]] = {
+    "model.from_hf": _model_digest,
+    "init_from": _model_digest,
+    "pipeline.schedule": lambda key, name: _file_digest(key, name) if is_csv(name) else name,
+    "compile.load": _file_digest,
+}

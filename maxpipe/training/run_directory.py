@@ -39,15 +39,6 @@ class RunDirectory:
       config: the configuration of this start, which names the directory.
       mirror: mirror of the checkpoints, which still belongs to this run if the directory is lost.
       derived: keys that are not set but derived from others.
-
-    Attributes:
-      config: the argument.
-      root: the directory itself.
-      checkpoints: one directory per committed step.
-      config_file: `config.yml`, the resolved configuration of the latest start.
-      tokenizer: copies of the tokenizer's files, if it has any.
-      origin: copies of small files of the folder that the run was imported from.
-      config_history: the configuration of every start that changed it, in order.
     """
 
     def __init__(self, config: Config, mirror: Mirror | None = None, derived: Collection[str] = ()):
@@ -64,9 +55,10 @@ class RunDirectory:
 
     def check_place(self) -> None:
         """Raise ConfigError if the directory cannot be made or written to."""
-        nearest = next(filter(_is_seen, (self.root, *self.root.absolute().parents)))
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
+        # Unlike Path's methods, os.path's raise nothing below a directory that may not be entered.
+        nearest = next(filter(os.path.exists, (self.root, *self.root.absolute().parents)))
+        if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = os.strerror(errno.EACCES if os.path.isdir(nearest) else errno.ENOTDIR)
             message = f"cannot write to {self.root}: {reason}"
             raise ConfigError(Problem("output_dir", message))
 
@@ -75,15 +67,9 @@ class RunDirectory:
 
         They belong to the configuration of their committed checkpoints, and to none while they have
         none. Either may lack checkpoints that the other has.
-
-        Raises:
-          ConfigError: the checkpoints belong to another configuration (one problem per key that
-            differs), or the mirror holds files of another program.
         """
         if self._mirror is not None and (foreign := self._mirror.foreign()):
-            held = (
-                f"{self._mirror.url} holds {', '.join(foreign)}, which another program has written"
-            )
+            held = f"{self._mirror.url} holds {', '.join(foreign)} of another program"
             raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
         steps = self._steps.steps()
         if (resume := self.config.checkpoint.resume).isdecimal():
@@ -92,32 +78,35 @@ class RunDirectory:
         if self._mirror is not None:
             places.append((self._mirror.url, self._mirrored(self._mirror)))
         for place, metas in places:
-            owner = next(metas, None)
-            if owner is not None:
+            if (owner := next(metas, None)) is not None:
                 self.check(owner, place)
 
-    def claim(self) -> None:
-        """Make the directory and write `config.yml`; all processes call this, and write the same.
+    def claim(self, *, is_new: bool = True) -> None:
+        """Write `config.yml` and the tokenizer's files, here and to the mirror; on process 0.
 
-        Raises:
-          ConfigError: as `check_owner`, or the directory cannot be written to.
+        A new run also keeps small files of the folder that it is imported from, in `origin/`.
         """
         self.check_owner()
+        tokenizer = _tokenizer_contents(self.config.data)
         with _explained(f"write to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config_file, [self._yaml()])
+            _replace_files(self.tokenizer, tokenizer)
+            if is_new:
+                _replace_files(self.origin, read_origin(self.config))
+        if self._mirror is None:
+            return
+        with explained(self._mirror.url, MIRROR, "written to"):
+            self._mirror.write_file("config.yml", self._yaml())
+            for name, content in tokenizer.items():
+                self._mirror.write_file(f"{TOKENIZER}/{name}", content)
+            for file in filter(Path.is_file, self.origin.glob("*")):
+                self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def check(self, meta: Meta, place: str) -> list[Change]:
-        """Return the changes of keys since a checkpoint, all of them allowed.
+        """Return the changes of keys since a checkpoint at `place`, all of them allowed.
 
         What `data.path` and similar keys name is left to the fingerprint, if there is one.
-
-        Args:
-          meta: the checkpoint's metadata.
-          place: where the checkpoint is, for messages.
-
-        Raises:
-          ConfigError: keys differ that must not (one problem for each).
         """
         changed = changes(self.config, meta["config"])
         if meta.get("fingerprint"):
@@ -135,11 +124,7 @@ class RunDirectory:
         return next(filter(None, (section.get("chat_date") for section in sections)), "")
 
     def keep_config(self, step: int) -> None:
-        """Add the configuration after `step` to `config_history/`, unless the newest is equal.
-
-        Raises:
-          ConfigError: the directory cannot be written to.
-        """
+        """Add the configuration after `step` to `config_history/`, unless the newest is equal."""
         text = self._yaml()
         with _explained(f"write to {self.config_history}"):
             self.config_history.mkdir(exist_ok=True)
@@ -147,42 +132,6 @@ class RunDirectory:
             if not earlier or earlier[-1].read_bytes() != text:
                 number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
                 write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
-
-    def keep_tokenizer(self) -> None:
-        """Keep the tokenizer's files, and the chat template of a run on conversations.
-
-        Raises:
-          ConfigError: they cannot be read, or the directory cannot be written to.
-        """
-        data = self.config.data
-        with _explained(f"copy {data.tokenizer} to {self.tokenizer}"):
-            _replace_files(self.tokenizer, _tokenizer_contents(data))
-
-    def keep_origin(self) -> None:
-        """Copy small files of the folder that a new run is imported from to `origin/`.
-
-        Raises:
-          ConfigError: they cannot be read, or the directory cannot be written to.
-        """
-        with _explained(f"copy files of the model to {self.origin}"):
-            _replace_files(self.origin, read_origin(self.config))
-
-    def publish(self) -> None:
-        """Write `config.yml`, the tokenizer and `origin/` to the mirror.
-
-        This shows at once whether the mirror can be written to.
-
-        Raises:
-          ConfigError: the mirror cannot be written to.
-        """
-        if self._mirror is None:
-            return
-        with explained(self._mirror.url, MIRROR, "written to"):
-            self._mirror.write_file("config.yml", self._yaml())
-            for name, content in _tokenizer_contents(self.config.data).items():
-                self._mirror.write_file(f"{TOKENIZER}/{name}", content)
-            for file in filter(Path.is_file, self.origin.glob("*")):
-                self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:
         """Return what to do about a checkpoint of another run."""
@@ -203,15 +152,12 @@ class RunDirectory:
         `config.yml` is from the last start, which may have stopped before its first checkpoint.
         """
         yield from _metas(self._steps, steps)
-        try:
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):  # lost or torn
             written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
-            written = None  # lost or torn
-        if isinstance(written, Mapping):
-            yield {"config": written}
+            if isinstance(written, Mapping):
+                yield {"config": written}
 
     def _mirrored(self, mirror: Mirror) -> Iterator[Meta]:
-        """Yield the metadata of readable checkpoints in the mirror, newest first."""
         with explained(mirror.url, MIRROR):
             yield from _metas(mirror, mirror.steps())
 
@@ -232,14 +178,6 @@ def _metas(store: StepStore, steps: Sequence[int]) -> Iterator[Meta]:
             meta = store.record(step).meta
             if isinstance(meta["config"], Mapping):
                 yield meta
-
-
-def _is_seen(path: Path) -> bool:
-    """Return whether a path exists, as far as this user may see."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return False
 
 
 def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:

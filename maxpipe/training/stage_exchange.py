@@ -22,11 +22,7 @@ from maxpipe.training.state import HostArray, Programs
 
 
 class HostExchange:
-    """Converts one array at a time within one process, on the host.
-
-    Args:
-      engine: the engine, which knows the layers of each chunk.
-    """
+    """Converts one array at a time within one process, on the host."""
 
     def __init__(self, engine: MpmdEngine):
         self._engine = engine
@@ -45,7 +41,6 @@ class HostExchange:
         ]
 
     def join_outer(self, x: jax.Array, on_disk: jax.ShapeDtypeStruct) -> HostArray:
-        """Return an array of one stage on the host."""
         return to_host(x)
 
     def place_outer(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -59,10 +54,6 @@ class DeviceExchange:
     What the stages hold is, without a copy, an array [S, K, ...] sharded over `stage`. A program
     moves `stage` to the dimension that it splits on disk, and only then orders the layers, so that
     a device never holds more of an array than it will write or has read.
-
-    Args:
-      engine: the engine, which knows stages and layers.
-      mesh: the mesh of all devices.
     """
 
     def __init__(self, engine: MpmdEngine, mesh: Mesh):

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.reader import Restored
@@ -21,11 +21,11 @@ from maxpipe.checkpoint.replicas import NO_SUPERVISOR, Replicas, reserve
 from maxpipe.checkpoint.resume import NEWEST, followed
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import Change, differing_keys
+from maxpipe.config.identity import Change, differing_keys, shape_refusals
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
-from maxpipe.config.terminal import Note, emit, folded, terminal_width
+from maxpipe.config.terminal import emit, folded, terminal_width
 from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.held_out import open_held_out
 from maxpipe.data.loader import (
@@ -56,9 +56,6 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.contents import package_versions, run_contents
-from maxpipe.training.elastic import BuildTrainer, build_with_step_ahead, compile_ahead, fit_hosts
-from maxpipe.training.initial_weights import open_weights, with_adapters, with_progress
 from maxpipe.training.loop import DONE, Session, run_and_close, train
 from maxpipe.training.resuming import (
     DOCUMENTS,
@@ -67,19 +64,17 @@ from maxpipe.training.resuming import (
     check_continuity,
     continue_loader,
     dated,
-    describe_changes,
     followed_once,
-    live_state,
-    naming_shapes,
-    optional_parts,
+    has_other_optimizer,
+    package_versions,
+    run_contents,
     step_to_continue,
     version_changes,
 )
 from maxpipe.training.run_directory import RunDirectory
-from maxpipe.training.samples import check_samples
-from maxpipe.training.start_report import Decisions, report
+from maxpipe.training.start_report import report
 from maxpipe.training.state import TrainState
-from maxpipe.training.trainer import StateT, Trainer
+from maxpipe.training.trainer import BuildTrainer, StateT, Trainer
 
 
 def launch(
@@ -91,9 +86,6 @@ def launch(
     """Start JAX, fit the configuration to the devices, and train: the one way to start a run.
 
     Args:
-      loaded: the configuration.
-      supervision: signals, deadlines and leases of this process.
-      build_trainer: see `BuildTrainer`.
       on_start: called with the `Session` before its first step, unless the run is finished.
 
     Returns:
@@ -109,13 +101,18 @@ def launch(
             # Before anything else: with different programs a collective would never finish.
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
-        given, loaded = loaded, fit_hosts(loaded, supervision.progress)
+        given = loaded
+        if loaded.config.mesh.elastic.axes:
+            from maxpipe.training.elastic import compile_ahead, fit_hosts
+
+            loaded = fit_hosts(loaded, supervision.progress)
         config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
 
             def begin(session: Session) -> None:
-                compile_ahead(given, session, build_trainer, log)
+                if config.mesh.elastic.axes:
+                    compile_ahead(given, session, build_trainer, log)
                 on_start(session)
 
             return run(config, loaded, build_mesh(config), supervision, build_trainer, begin)
@@ -130,14 +127,23 @@ def run(
     on_start: Callable[[Session], None],
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
-    decisions = Decisions(log)
     # 1. What is left to decide, and what the run's directory holds.
-    config = _decide(config, mesh, decisions.add)
+    device = mesh.devices.flat[0]
+    emulated = explain_quantisation(config.model.quantisation, device)
+    decisions = [*emulated, *advice(device, os.environ), *explain_threads(config)]
+    note = decisions.append
+    if jax.process_index() == 0:
+        require_trackers(config.telemetry)
+    if config.eval.prompts:
+        from maxpipe.training.samples import check_samples
+
+        check_samples(config)
+    config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), note)
     derived = differing_keys(config, loaded.config)
     directory, checkpointer = open_run_directory(config, derived, supervision.memory)
     mark = followed(config.checkpoint.resume, job_of_process())
     config = followed_once(config, checkpointer, job_of_process(), log)
-    config = directory.config = dated(config, directory, decisions.add)
+    config = directory.config = dated(config, directory, note)
     if (last_step := finished_step(config, checkpointer)) is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
         finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
@@ -146,16 +152,20 @@ def run(
     # 2. The trainer, and a state to go on from.
     explained = partial(explaining_memory, loaded.config, config, mesh)
     with explained():
-        ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
-        trainer = ready or build_trainer(config, mesh, note=decisions.add)
+        ready = None
+        if config.mesh.elastic.axes:
+            from maxpipe.training.elastic import build_with_step_ahead
+
+            ready = build_with_step_ahead(config, mesh, build_trainer, note)
+        trainer = ready or build_trainer(config, mesh, note=note)
         if supervision.memory is not None and config.checkpoint.replica_every:
             abstract = trainer.abstract_canonical()
-            decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
+            note(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
         session = start_session(mesh, trainer, directory, checkpointer, supervision)
     session.meta |= mark
     supervision.progress.run_directory(directory.root)
     # 3. The report, and the steps.
-    reasons = decisions.take(notes(config, loaded, verbose=loaded.verbose))
+    reasons = [*notes(config, loaded, verbose=loaded.verbose), *decisions]
     held_out = str(session.held_out) if session.held_out else ""
     for line in report(config, mesh, str(directory.root), session.step, held_out, reasons):
         log(line)
@@ -176,15 +186,11 @@ def log(text: str) -> None:
 
 @contextmanager
 def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[None]:
-    """Turn an error for lack of memory into one with sizes and remedies, see `out_of_memory`.
-
-    Raises:
-      MemoryTooSmall: a device, or the host, cannot hold what was asked for.
-    """
+    """Turn an error for lack of memory into `MemoryTooSmall`, with sizes and remedies."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        from maxpipe.training.out_of_memory import explanation  # and with it all of maxpipe.compile
+        from maxpipe.training.out_of_memory import explanation
 
         if message := explanation(error, written, config, mesh):
             raise MemoryTooSmall(message) from None
@@ -193,11 +199,7 @@ def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[N
 
 @contextmanager
 def _owned(config: Config) -> Iterator[RunLease]:
-    """Let process 0 own the run's directory and mirror for all processes.
-
-    Raises:
-      ConfigError: another start of the run is alive, or the processes see different directories.
-    """
+    """Let process 0 own the run's directory and mirror for all processes."""
     with ExitStack() as stack:
         lease = RunLease()
         if jax.process_index() == 0:
@@ -211,30 +213,14 @@ def _owned(config: Config) -> Iterator[RunLease]:
         yield lease
 
 
-def _decide(config: Config, mesh: Mesh, note: Note) -> Config:
-    """Choose the stages, after a check of what else depends on the devices."""
-    if jax.process_index() == 0:
-        require_trackers(config.telemetry)
-    device = mesh.devices.flat[0]
-    emulated = explain_quantisation(config.model.quantisation, device)
-    for line in (*emulated, *advice(device, os.environ), *explain_threads(config)):
-        note(line)
-    check_samples(config)
-    return choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), note)
-
-
 def open_run_directory(
     config: Config, derived: Collection[str], memory: Path | None
 ) -> tuple[RunDirectory, Checkpointer]:
     """Open the run's directory and its checkpoints, without writing to them.
 
     Args:
-      config, derived: the resolved configuration, and its keys that are derived from others.
+      derived: keys of the configuration that are derived from others.
       memory: directory of the replicas; None without a supervisor.
-
-    Raises:
-      ConfigError: the directory belongs to another configuration, its mirror cannot be read, or
-        there is no memory for the replicas that the configuration asks for.
     """
     every = config.checkpoint.replica_every
     if every and memory is None:
@@ -253,9 +239,6 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
     """Return the newest saved step if it ends the run and its record is sound, else None.
 
     A damaged step is left to the restore, which sets it aside and continues from the one before.
-
-    Raises:
-      CheckpointUnreadable: its record cannot be read.
     """
     if config.checkpoint.resume not in NEWEST:
         return None
@@ -278,17 +261,7 @@ def start_session(
     checkpointer: Checkpointer,
     supervision: Supervision,
 ) -> Session:
-    """Initialise the state or restore it from a checkpoint, and return what the loop works with.
-
-    Args:
-      mesh, trainer: the mesh of all devices, and the trainer built for it.
-      directory, checkpointer: the results of `open_run_directory`.
-      supervision: signals, deadlines and leases of this process.
-
-    Raises:
-      ConfigError: data, run directory or mirror do not fit the configuration; at most
-        `config.yml` has been written.
-    """
+    """Initialise the state or restore it from a checkpoint, and return what the loop works with."""
     config = directory.config
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
@@ -311,16 +284,18 @@ def start_session(
             loader.close()
             return start_session(mesh, trainer, directory, checkpointer, supervision)
         meta, step, skips = restored.meta, restored.step, int(restored.state.skips)
-        changed += version_changes(versions, meta.get(VERSIONS))
-        for line in describe_changes(config, changed, meta, step):
-            log(line)
-        state = live_state(trainer, restored.state, changed)
+        changed += version_changes(versions, meta.get(VERSIONS) or {})
+        for change in changed:
+            log(f"changed since step {step}: {change}")
+        state = trainer.from_canonical(restored.state)
+        if has_other_optimizer(changed):
+            log("the state of the optimizer begins anew")
+            state = trainer.restart_optimizer(state)
         loader = continue_loader(loader, config, place, restored.iterator, meta)
     recorder = _build_recorder(mesh, directory, step, max(checkpointer.steps(), default=0))
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(step)
-        directory.keep_tokenizer()
     recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Session(
         config=config,
@@ -349,9 +324,13 @@ def start_session(
 
 def _first_state(trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
     """Return the state before the first step, with the weights of `init_from` if there are any."""
-    config = directory.config
-    weights = open_weights(config)  # fit the model before anything is written
-    claim_run_directory(directory, is_new=True)
+    config, weights = directory.config, None
+    if config.init_from:
+        from maxpipe.training.initial_weights import open_weights, with_adapters, with_progress
+
+        weights = open_weights(config)  # fit the model before anything is written
+    if jax.process_index() == 0:
+        directory.claim()
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
         log(f"weights     random, seed {config.seed}")
@@ -376,34 +355,26 @@ def _restore(
     with suppress(CheckpointDamaged):
         meta = checkpointer.record(step).meta
         changed = check_continuity(directory, fingerprint, meta, checkpointer.place)
-    claim_run_directory(directory, is_new=False)
+    if jax.process_index() == 0:
+        directory.claim(is_new=False)
     if config.init_from:
         log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
     exact_step = None if config.checkpoint.resume in NEWEST else step
-    like, optional = trainer.abstract_canonical(), optional_parts(changed)
-    with supervision.time.phase("restore"), naming_shapes(changed, directory):
-        restored = checkpointer.restore(like, exact_step, optional)
+    # Not read if the checkpoint has it in another form: the spike filter may be switched on or off.
+    optional = ["history", *(["opt_state"] if has_other_optimizer(changed) else [])]
+    try:
+        with supervision.time.phase("restore"):
+            restored = checkpointer.restore(trainer.abstract_canonical(), exact_step, optional)
+    except CheckpointMismatch as error:
+        place = str(directory.checkpoints)
+        if problems := shape_refusals(changed, place):
+            raise ConfigError(*problems, directory.advice(place)) from error
+        raise
     # This may not be the step checked above, if that one was damaged.
     return restored, check_continuity(directory, fingerprint, restored.meta, checkpointer.place)
 
 
-def claim_run_directory(directory: RunDirectory, *, is_new: bool) -> None:
-    """Write `config.yml` into the run directory, and into the mirror on process 0.
-
-    A new run also keeps small files of the folder that it was imported from.
-
-    Raises:
-      ConfigError: the directory belongs to another configuration, or cannot be written to.
-    """
-    directory.claim()
-    if jax.process_index() == 0:
-        if is_new:
-            directory.keep_origin()
-        directory.publish()
-
-
 def _build_recorder(mesh: Mesh, directory: RunDirectory, step: int, newest: int) -> Recorder:
-    """Build the telemetry of a run that continues after `step`; `newest` is the last saved step."""
     config = directory.config
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
@@ -435,11 +406,8 @@ def _farewell(session: Session, exit_code: int, root: Path, seconds: float) -> s
     step, last_step = session.step, session.config.steps
     if exit_code:
         saved_step = max(session.checkpointer.steps(), default=None)
-        if saved_step is None:
-            saved = f"nothing is saved in {root}, so the next start begins with step 1"
-        else:
-            saved = f"step {saved_step} is saved in {root}, from which the next start continues"
-        return f"stopped after step {step} of {last_step}, {saved}; exit code {exit_code}"
+        saved = "nothing is saved" if saved_step is None else f"step {saved_step} is saved"
+        return f"stopped after step {step} of {last_step}, {saved} in {root}; exit code {exit_code}"
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"

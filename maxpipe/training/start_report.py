@@ -1,7 +1,7 @@
 """Report at the start of a run what runs, what was decided automatically, and why."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import jax
@@ -15,56 +15,21 @@ from maxpipe.data.documents import describe_sources
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.plan.auto_stages import bubble_fraction, slowest_stage
-from maxpipe.plan.flops import (
-    active_parameter_count,
-    parameter_count,
-    trained_parameter_count,
-)
+from maxpipe.plan.flops import active_parameter_count, parameter_count, trained_parameter_count
 
 MAX_LINES = 25
 MAX_STAGES = 8
-MAX_NOTES = 6
 CHOICE = re.compile(r"[\w.]+=\S+: ")  # a decision that is a value with its reason
-
-
-class Decisions:
-    """Automatic decisions with their reasons: collected for the report, and logged after it.
-
-    Args:
-      log: function that prints a line.
-    """
-
-    def __init__(self, log: Callable[[str], None]):
-        self._log = log
-        self._pending: list[str] | None = []
-
-    def add(self, decision: str) -> None:
-        """Note `key=value: reason`, for the report or, after it, as a line of its own."""
-        if self._pending is None:
-            self._log(decision)
-        else:
-            self._pending.append(decision)
-
-    def take(self, first: Sequence[str]) -> list[str]:
-        """Return `first` and what was noted so far, for the report."""
-        assert self._pending is not None, "the report was shown already"
-        decisions = [*first, *self._pending]
-        self._pending = None
-        return decisions
 
 
 def report(
     config: Config, mesh: Mesh, root: str, step: int, held_out: str, decisions: Sequence[str]
 ) -> list[str]:
-    """Return lines about devices, model, stages, data and every automatic decision; at most 25.
+    """Return lines about devices, model, stages, data and every automatic decision; about 25.
 
     Notes for the user come right after the run; values that follow from others come last.
 
     Args:
-      config: the resolved configuration.
-      mesh: the device mesh.
-      root: the run's directory.
-      step: finished steps.
       held_out: what evaluations read, in words; empty without them.
       decisions: `key=value: reason`, one line each.
     """
@@ -78,7 +43,7 @@ def report(
     sources = f"{describe_sources(data)}, {data.tokenizer} tokens, {batch} = {tokens} a step"
     lines = [
         _line("run", f"{root}, {config.steps} steps, {start}"),
-        *(_line("note", note) for note in notes[:MAX_NOTES]),
+        *(_line("note", note) for note in notes),
         _line("devices", _devices(mesh)),
         _line("mesh", axes or "one device"),
         _line("parameters", _parameters(config.model)),
@@ -86,11 +51,10 @@ def report(
         _line("data", sources),
         *([_line("held out", f"{held_out} every {config.eval.every} steps")] if held_out else []),
     ]
-    room = MAX_LINES - len(lines)
-    hidden = max(len(notes) - MAX_NOTES, 0)
-    shown = chosen if len(chosen) <= room and not hidden else chosen[: room - 1]
+    room = max(MAX_LINES - len(lines), 1)
+    shown = chosen if len(chosen) <= room else chosen[: room - 1]
     lines += [_line("chosen", decision) for decision in shown]
-    if hidden := hidden + len(chosen) - len(shown):
+    if hidden := len(chosen) - len(shown):
         lines.append(_line("chosen", f"{hidden} more values; --print-config shows them all"))
     return lines
 
@@ -105,7 +69,6 @@ def compress(indices: Sequence[int]) -> str:
 
 
 def format_memory(count: int) -> str:
-    """Format bytes with three significant digits in MiB, GiB or TiB."""
     for unit, size in (("MiB", 2**20), ("GiB", 2**30)):
         if count < 1000 * size:
             return f"{count / size:.3g} {unit}"
@@ -131,7 +94,6 @@ def _parameters(model: ModelConfig) -> str:
 
 
 def _pipeline(config: Config) -> list[str]:
-    """Return a line about the schedule and one per stage; of many stages the first and last."""
     number = config.pipeline.num_microbatches
     microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
     if not ENGINES[config.pipeline.engine].has_stages:

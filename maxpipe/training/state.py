@@ -50,7 +50,6 @@ class TrainState:
     history: History | None = None
 
     def step_key(self) -> jax.Array:
-        """Return the PRNG key of the next step."""
         return step_key(self.key, self.step)
 
 
@@ -62,7 +61,6 @@ def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
 def first_state(
     specs: Params, optimizer: Optimizer, key: jax.Array, layer_index: np.ndarray
 ) -> TrainState:
-    """Return the state before the first step; arguments as for `initial_params`."""
     params, zero = initial_params(specs, key, layer_index), jnp.zeros((), jnp.int32)
     history = optimizer.spike_filter.init()
     key_data = jax.random.key_data(key)
@@ -72,10 +70,7 @@ def first_state(
 def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Params:
     """Return initial {"embed", "layers", "head"}, layer leaves [*layer_index.shape, ...].
 
-    Args:
-      specs: trees of `ParamSpec`s, {"embed", "layers" (of one layer), "head"}.
-      key: PRNG key of the run.
-      layer_index: int32 [...], each layer's index in model order.
+    `specs` are of one layer for the layers; `layer_index` has each layer's index in model order.
     """
     params = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
     params["layers"] = parameters.init_layers(specs["layers"], key, jnp.asarray(layer_index))
@@ -83,7 +78,6 @@ def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Pa
 
 
 def names_of(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
-    """Return the keys of nested dicts on a parameter's path."""
     return tuple(str(getattr(key, "key", key)) for key in path)
 
 
@@ -105,16 +99,7 @@ def map_by_parameter(
     """Map each leaf of a state together with a value of the parameter that it belongs to.
 
     A leaf belongs to a parameter if it lies in that parameter's place within a subtree that
-    `mirrors` the parameters.
-
-    Args:
-      f: called as f(leaf, value).
-      state: a `TrainState` or part of one.
-      values: tree like the parameters with one value per parameter.
-      otherwise: value for leaves that belong to no parameter, such as counters.
-
-    Returns:
-      A tree with the structure of `state`.
+    `mirrors` the parameters; others, such as counters, get `otherwise`.
     """
     params = jax.tree.structure(values)
 
@@ -133,12 +118,7 @@ def map_by_parameter(
 
 
 def layer_flags(state: StateT, params: Params) -> StateT:
-    """Return a tree like `state` of bools: whether a leaf has leading layer dimensions.
-
-    Args:
-      state: a `TrainState` or part of one.
-      params: any tree like the parameters, {"embed", "layers", "head"}.
-    """
+    """Return a tree like `state` of bools: whether a leaf has leading layer dimensions."""
     is_layer = {
         name: jax.tree.map(lambda _, flag=(name == "layers"): flag, tree)
         for name, tree in params.items()
@@ -147,13 +127,7 @@ def layer_flags(state: StateT, params: Params) -> StateT:
 
 
 def shardings_of(state: StateT, params: Params, replicated: NamedSharding) -> StateT:
-    """Return each leaf's sharding: its parameter's, as far as the leading sizes agree.
-
-    Args:
-      state: abstract `TrainState` or part of one.
-      params: abstract parameters, with shardings.
-      replicated: sharding of leaves that belong to no parameter.
-    """
+    """Return each leaf's sharding: its parameter's, as far as the leading sizes agree."""
 
     def sharding(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct | None) -> NamedSharding:
         if param is None:
@@ -170,14 +144,7 @@ def shardings_of(state: StateT, params: Params, replicated: NamedSharding) -> St
 def abstract_on_disk(
     specs: Params, rules: AxisRules, optimizer: Optimizer, num_layers: int
 ) -> TrainState:
-    """Return shapes, dtypes and shardings of a state as on disk.
-
-    Args:
-      specs: as for `initial_params`.
-      rules: logical axis rules on the mesh of all devices.
-      optimizer: the update rule of all parameters.
-      num_layers: N.
-    """
+    """Return shapes, dtypes and shardings of a state as on disk; specs as for `initial_params`."""
     mesh = rules.mesh
 
     def param(spec: ParamSpec, *, layers: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -232,7 +199,6 @@ class Programs:
     def __call__(
         self, f: Callable[..., object], out_shardings: Hashable, *settings: Hashable
     ) -> jax.stages.Wrapped:
-        """Return `f` with its first arguments set."""
         key = f, out_shardings, settings
         if key not in self._jitted:
             self._jitted[key] = jax.jit(partial(f, *settings), out_shardings=out_shardings)

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.training.expert_load import load_figures
 from maxpipe.training.state import TrainState
-from maxpipe.training.update import History, Optimizer, global_norm
+from maxpipe.training.update import History, Optimizer, global_norm, load_figures
 
 
 def train_step(
@@ -28,9 +27,6 @@ def train_step(
     Args:
       loss_and_gradients: the method of an `Engine`.
       place_load: function that puts expert load [N, E] in place of selection-bias gradients.
-      optimizer: the update rule.
-      state: the state before the step.
-      batch: the global batch.
 
     Returns:
       (state after the step, metrics of the engine and of `judge_step`, with figures of each layer's
@@ -57,19 +53,12 @@ def train_step(
 
 
 class Verdict(NamedTuple):
-    """What `judge_step` decides.
+    """What `judge_step` decides; `skips` and `history` are those after the step."""
 
-    Attributes:
-      accept: bool scalar, whether the update is applied.
-      skips, history: as in `TrainState`, after the step.
-      metrics: scalars {"loss", "grad_norm", "learning_rate"} float32, {"finite"} bool, {"skipped"}
-        int32.
-    """
-
-    accept: jax.Array
+    accept: jax.Array  # bool scalar, whether the update is applied
     skips: jax.Array
     history: History | None
-    metrics: Metrics
+    metrics: Metrics  # scalars
 
 
 def judge_step(
@@ -84,8 +73,6 @@ def judge_step(
     """Decide whether a step's update is applied.
 
     Args:
-      optimizer: the update rule, which has the spike filter.
-      loss, norm: loss and global gradient norm of the step, float32 scalars.
       weight: sum of the weights of all targets, float32 scalar.
       step, skips, history: fields of the `TrainState` before the step.
     """

@@ -24,7 +24,7 @@ from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record
-from maxpipe.training.contents import installed_version
+from maxpipe.training.resuming import installed_version
 from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -24,7 +24,6 @@ from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngi
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.batches import batch_digest
-from maxpipe.training.expert_load import with_excess
 from maxpipe.training.state import (
     HostArray,
     Programs,
@@ -37,8 +36,7 @@ from maxpipe.training.state import (
     with_sharding,
 )
 from maxpipe.training.step import train_step
-from maxpipe.training.stored_step import StoredStep
-from maxpipe.training.update import Optimizer
+from maxpipe.training.update import Optimizer, with_excess
 
 StateT = TypeVar("StateT")
 # Returns the parameter at a path in its layout on disk, given its shape, dtype and sharding there.
@@ -77,17 +75,7 @@ class Trainer(ABC, Generic[StateT]):
     def of_run(
         cls, config: Config, mesh: Mesh, inputs: EngineInputs, engine: Any, note: Note
     ) -> Self:
-        """Build the trainer of a resolved configuration.
-
-        Args:
-          config: the configuration; the inputs' may have some automatic values decided.
-          mesh: the mesh of all devices.
-          inputs, engine: the engine, and what it was built from.
-          note: function that receives each automatic decision and its reason.
-
-        Raises:
-          ConfigError: the processes of the run cannot train together with this engine.
-        """
+        """Build the trainer of a resolved configuration for the mesh of all devices."""
 
     @cached_property
     def _on_disk(self) -> TrainState:
@@ -112,10 +100,7 @@ class Trainer(ABC, Generic[StateT]):
         return state, metrics | digest
 
     def stage_seconds(self) -> list[float]:
-        """Return each stage's seconds for a finished step; empty if one program runs on all.
-
-        To be called once for each step, in order.
-        """
+        """Return each stage's seconds for a finished step, once for each; empty in one program."""
         return []
 
     def resume_clocks(self) -> None:
@@ -149,20 +134,18 @@ class Trainer(ABC, Generic[StateT]):
         """Return the live state from what a checkpoint holds; the inverse of `to_canonical`."""
 
 
+class BuildTrainer(Protocol):
+    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
+
+    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
+
+
 class SpmdTrainer(Trainer[TrainState]):
     """Train with an `SpmdEngine`: the state is one sharded tree, the step one jitted program.
 
     Args:
-      program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      engine: the engine, which computes losses and gradients.
-      rules: logical axis rules.
-      optimizer: the update rule.
       load_step: function of the abstract live state and the sharding of batches that returns a
         step to run instead of the one compiled here, such as `stored_step.StoredStep`.
-      adds_batch_digest: see `Trainer`.
-
-    Attributes:
-      jitted_step: the step as compiled here.
     """
 
     def __init__(
@@ -204,13 +187,17 @@ class SpmdTrainer(Trainer[TrainState]):
     def of_run(
         cls, config: Config, mesh: Mesh, inputs: EngineInputs, engine: SpmdEngine, note: Note
     ) -> Self:
-        specs = inputs.program.specs
+        specs, load_step = inputs.program.specs, None
+        if config.compile.load:
+            from maxpipe.training.stored_step import StoredStep
+
+            load_step = partial(StoredStep, config, mesh)
         return cls(
             specs,
             engine,
             inputs.rules,
             Optimizer(config.optimizer, specs, config.model.moe.bias_rate),
-            load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
+            load_step=load_step,
             adds_batch_digest=config.telemetry.batch_digest,
         )
 
@@ -276,21 +263,18 @@ class SpmdTrainer(Trainer[TrainState]):
         return to_host(join(leaf) if is_layer else leaf)
 
     def _join(self, on_disk: NamedSharding, leaf: jax.Array) -> jax.Array:
-        """Return the layers of a live leaf in model order."""
         leaf = jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
         return self._engine.to_canonical(leaf)
 
     def _to_live(
         self, leaf: jax.Array, is_layer: bool, like: jax.ShapeDtypeStruct, live: NamedSharding
     ) -> jax.Array:
-        """Return a live leaf, given one as on disk; inverts `_to_host`."""
         converted: jax.Array = leaf
         if is_layer:
             converted = self._program(self._split, live, like.sharding)(leaf)
         return converted
 
     def _split(self, on_disk: NamedSharding, leaf: jax.Array) -> jax.Array:
-        """Return a live leaf, given layers in model order; inverts `_join`."""
         leaf = self._engine.from_canonical(leaf)
         return jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
 

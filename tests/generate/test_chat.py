@@ -46,7 +46,6 @@ def _save(directory: Path, *words: str) -> Path:
     config = resolve(load(str(FINETUNE), [*TINY, f"output_dir={directory}", *words]), 1)
     run = RunDirectory(config)
     run.claim()
-    run.keep_tokenizer()
     checkpoints = Checkpointer(run.checkpoints, config.checkpoint)
     state = {"params": canonical_params(ModelProgram(config.model))}
     checkpoints.save(1, state, np.zeros((1, 1), np.int64), {"config": asdict(config)})

@@ -37,7 +37,6 @@ def meta(config):
 def keep(config):
     directory = RunDirectory(config)
     directory.claim()
-    directory.keep_tokenizer()
     return directory.root
 
 
@@ -76,7 +75,7 @@ def test_mirrored_run_generates_with_its_copy(config, meta, s3, tmp_path):
     mirror = Mirror(url, open_store(url, "test"))
     # Directories of other programs are passed over, in a run and in its mirror.
     (RunDirectory(config).origin / ".ipynb_checkpoints").mkdir(parents=True)
-    RunDirectory(config, mirror).publish()
+    RunDirectory(config, mirror).claim()
     s3.put_object(Bucket="tokenizer-of-run", Key="base/tokenizer/.ipynb_checkpoints/a", Body=b"")
     shutil.rmtree(tmp_path / "tokenizers")
     again = Mirror(url, open_store(url, "test"))

@@ -134,7 +134,6 @@ def save_run(folder: Path, **values: object) -> str:
     """Write step 1 of a run with random weights of a folder's shape; return its directory."""
     config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
     directory = RunDirectory(config)
-    directory.root.mkdir()
-    directory.keep_origin()
+    directory.claim()
     save_checkpoint(config, directory.root, canonical_params(ModelProgram(config.model)))
     return str(directory.root)

@@ -13,7 +13,7 @@ from maxpipe import export
 from maxpipe.hf.safetensors import read_folder
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.model_folders import LocalFolder
-from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training import run_directory
 
 LORA = {"model.lora.rank": 3, "model.lora.alpha": 12.0, "model.param_dtype": "float32"}
 
@@ -59,7 +59,7 @@ def test_merged_weights_are_those_of_the_base_and_the_exported_adapter(folder, t
 
 def test_base_of_an_adapter_is_named_as_peft_finds_it(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/u")
-    monkeypatch.setattr(RunDirectory, "keep_origin", lambda *_: None)  # there is no such base
+    monkeypatch.setattr(run_directory, "read_origin", lambda _: {})  # there is no such base
     for number, (init_from, base, revision) in enumerate(
         (
             ("hf:org/name@v1.0", "org/name", "v1.0"),

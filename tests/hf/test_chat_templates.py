@@ -102,8 +102,6 @@ def export_of(config, name, target, **values):
     run = replace(config, run_name=name, **values)
     directory = RunDirectory(run)
     directory.claim()
-    directory.keep_tokenizer()
-    directory.keep_origin()
     target.mkdir()
     copy_companions(target, sorted(directory.tokenizer.iterdir()), directory.origin)
     return {file.name: file.read_text() for file in target.iterdir()}

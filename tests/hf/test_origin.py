@@ -61,11 +61,11 @@ def test_run_keeps_small_files_of_its_folder_and_replaces_those_of_an_earlier_on
     directory = RunDirectory(config)
     directory.origin.mkdir(parents=True)
     (directory.origin / "vocab.json").touch()
-    directory.keep_origin()
+    directory.claim()
     kept = sorted(directory.origin.iterdir())
     assert {file.name for file in kept} == names
     assert origin_of(config, kept) == directory.origin
     assert origin_of(config, []) == origin  # a run of an earlier version
-    RunDirectory(replace(config, init_from="")).keep_origin()
+    RunDirectory(replace(config, init_from="")).claim()
     assert not any(directory.origin.iterdir())
     assert origin_of(replace(config, init_from=""), []) is None

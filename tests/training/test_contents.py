@@ -5,7 +5,7 @@ from helpers.hf_folder import write_folder
 from maxpipe.config import Config, replace
 from maxpipe.config.catalog import OPTIMIZERS, Optimizer
 from maxpipe.devices.agreement import source_digest
-from maxpipe.training.contents import package_versions, run_contents
+from maxpipe.training.resuming import package_versions, run_contents
 
 
 def of(key, value):

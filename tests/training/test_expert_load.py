@@ -14,8 +14,7 @@ from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.expert_load import balanced, load_figures, with_excess
-from maxpipe.training.update import Optimizer
+from maxpipe.training.update import Optimizer, balanced, load_figures, with_excess
 
 ROWS, RATE = 16, 0.125  # a power of 2: sums of updates are exact
 EXPERTS = {

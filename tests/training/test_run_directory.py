@@ -178,14 +178,6 @@ def test_keep_config_adds_what_differs_from_the_newest(config):
     assert kept == ["0001-step-0.yml", "0002-step-20.yml"]
 
 
-def test_keep_origin_removes_files_of_an_earlier_start_and_leaves_directories(config):
-    run = RunDirectory(config)
-    (run.origin / ".ipynb_checkpoints").mkdir(parents=True)
-    (run.origin / "vocab.json").write_text("{}")
-    run.keep_origin()
-    assert [file.name for file in run.origin.iterdir()] == [".ipynb_checkpoints"]
-
-
 WITHOUT = {
     ("maxpipe.training.run_directory", "maxpipe.checkpoint.mirror"): ("jax",),
     ("maxpipe.storage.lease", "maxpipe.supervise.process"): ("jax",),

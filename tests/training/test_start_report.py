@@ -5,7 +5,7 @@ import re
 from helpers.engines import make_mesh, tiny
 
 from maxpipe.training import start_report
-from maxpipe.training.start_report import MAX_LINES, Decisions, compress, format_memory, report
+from maxpipe.training.start_report import MAX_LINES, compress, format_memory, report
 
 PIPELINE = {
     "mesh.ici.stage": 2,
@@ -81,16 +81,3 @@ def test_texts_of_numbers():
     assert {indices: compress(indices) for indices in texts} == texts
     sizes = {32_121_044_992: "29.9 GiB", 1_623_415_555_200: "1.48 TiB", 4000: "0.00381 MiB"}
     assert {size: format_memory(size) for size in sizes} == sizes
-
-
-def test_decisions_are_logged_only_after_the_report_has_taken_them():
-    logged = []
-    decisions = Decisions(logged.append)
-    decisions.add("model.attention=splash: the kernel for tpu")
-    assert decisions.take(["steps=3: given"]) == [
-        "steps=3: given",
-        "model.attention=splash: the kernel for tpu",
-    ]
-    assert logged == []
-    decisions.add("data.prefetch=8: late")
-    assert logged == ["data.prefetch=8: late"]
