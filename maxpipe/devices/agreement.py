@@ -2,8 +2,8 @@
 
 Processes that differ in a learning rate or in their data would train to the end and leave a state
 that no configuration describes. Those that differ in shapes would wait for each other in a
-collective. So each posts a digest in the coordination service, which needs no device, and process 0
-compares them.
+collective. So each posts its texts in the coordination service, which needs no device, and process
+0 compares them.
 """
 
 import hashlib
@@ -23,8 +23,7 @@ from maxpipe.devices import processes
 PRIVATE_KEYS = ("output_dir", "data.cache_dir", "data.num_workers", "compile.cache_dir")
 
 _VALUE_LENGTH = 80
-_SHOWN_BEFORE = 20  # characters before the first difference
-_PROCESSES_SHOWN = 4
+_SHOWN_BEFORE = 20  # characters before the first difference of long texts
 _calls = itertools.count()
 
 
@@ -45,71 +44,40 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
 
 
 def agree_on(texts: Mapping[str, str]) -> None:
-    """Compare texts over several processes, without using the devices; all of them call this.
-
-    Args:
-      texts: texts to compare, by configuration key or other name.
+    """Compare texts by key over several processes, without using the devices; all call this.
 
     Raises:
-      ConfigError: processes differ; one problem per name, the same in every process.
+      ConfigError: processes differ; one problem per key, the same in every process.
     """
-    digest = hashlib.sha256(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
     # The number of this call, the same in all processes: a key of the store is written once.
     call, index = next(_calls), processes.index()
-    verdict = _key(call, "verdict", 0)
     if index == 0:
-        differences = _differences(call, texts, digest)
-        processes.post(verdict, json.dumps(differences))
+        others = {i: json.loads(processes.read(_key(call, i))) for i in range(1, processes.count())}
+        differences = compare({0: texts} | others)
+        processes.post(_key(call, 0), json.dumps(differences))
     else:
-        # Texts first: process 0 may read them as soon as it has seen the digest.
-        processes.post(_key(call, "texts", index), json.dumps(dict(texts)))
-        processes.post(_key(call, "digest", index), digest)
-        differences = json.loads(processes.read(verdict))
+        processes.post(_key(call, index), json.dumps(dict(texts)))
+        differences = json.loads(processes.read(_key(call, 0)))
     if differences:
         raise ConfigError(*(Problem(key, message) for key, message in differences))
 
 
-def source_digest() -> str:
-    """Return a digest of the package's code, 16 hexadecimal digits; any line may change a run."""
-    return _source_digest(Path(__file__).parents[1])
-
-
 @cache
-def _source_digest(package: Path) -> str:
+def source_digest(package: Path = Path(__file__).parents[1]) -> str:
+    """Return a digest of the package's code, 16 hexadecimal digits; any line may change a run."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _differences(call: int, texts: Mapping[str, str], digest: str) -> list[tuple[str, str]]:
-    """Return (key, message) of everything in which a process differs from this one, process 0."""
-    theirs = {
-        index: processes.read(_key(call, "digest", index)) for index in range(1, processes.count())
-    }
-    others = {
-        index: json.loads(processes.read(_key(call, "texts", index)))
-        for index, other in theirs.items()
-        if other != digest
-    }
-    same = [0, *(index for index, other in theirs.items() if other == digest)]
-    return compare({0: dict(texts)} | others, same)
-
-
-def compare(
-    texts: Mapping[int, Mapping[str, str]], same: Sequence[int] = (0,)
-) -> list[tuple[str, str]]:
-    """Return (key, message) of each key whose texts differ.
-
-    Args:
-      texts: index of a process -> key -> text; process 0 is one of them.
-      same: indices of the processes that have process 0's texts.
-    """
+def compare(texts: Mapping[int, Mapping[str, str]]) -> list[tuple[str, str]]:
+    """Return (key, message) of each key that differs, given index of a process -> key -> text."""
     differences = []
     for key in sorted(set().union(*texts.values())):
         holders: dict[str, list[int]] = defaultdict(list)
         for index, text_of in texts.items():
-            holders[text_of.get(key, "missing")] += same if index == 0 else [index]
+            holders[text_of.get(key, "missing")].append(index)
         if len(holders) > 1:
             # Long texts are cut around their first difference.
             columns = zip(*holders, strict=False)
@@ -127,13 +95,8 @@ def _cut(text: str, start: int) -> str:
 
 
 def _named(indices: Sequence[int]) -> str:
-    """Name processes in words, such as "processes 0, 1, 2, 3 and 12 more"."""
-    shown = ", ".join(map(str, sorted(indices)[:_PROCESSES_SHOWN]))
-    more = len(indices) - _PROCESSES_SHOWN
-    return f"process{'es' if len(indices) > 1 else ''} {shown}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+    return f"process{'es' * (len(indices) > 1)} {', '.join(map(str, indices))}"
 
 
-def _key(call: int, what: str, index: int) -> str:
-    return f"maxpipe/agreement/{call}/{what}/{index}"
+def _key(call: int, index: int) -> str:
+    return f"maxpipe/agreement/{call}/{index}"

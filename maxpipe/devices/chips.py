@@ -39,18 +39,11 @@ class Device(Protocol):
 
 
 class Torus(NamedTuple):
-    """How the chips of a slice are wired: to two neighbours in each dimension.
-
-    Attributes:
-      dimensions: number of dimensions.
-      ring_size: a dimension is closed to a ring if its size is a multiple of this; else its ends
-        have one neighbour.
-      all_or_none: whether dimensions are closed only if all of them can be.
-    """
+    """How the chips of a slice are wired: to two neighbours in each dimension."""
 
     dimensions: int
-    ring_size: int
-    all_or_none: bool
+    ring_size: int  # a dimension whose size is a multiple of this is closed to a ring
+    all_or_none: bool  # whether dimensions are closed only if all of them can be
 
     @property
     def links(self) -> int:
@@ -74,31 +67,21 @@ class MemoryShares(NamedTuple):
 
     Arrays are of 8192 x 8192 values, compiled for one chip with libtpu 0.0.42 by
     `scripts/benchmark/memory_shares.py`; 1 where XLA has not been asked.
-
-    Attributes:
-      float32: share for an update by Adam.
-      bfloat16: share for SwiGLU.
-      zeros: share for filling a float32 array. As many zeros in bfloat16 take as long.
     """
 
-    float32: float = 1.0
-    bfloat16: float = 1.0
-    zeros: float = 1.0
+    float32: float = 1.0  # for an update by Adam
+    bfloat16: float = 1.0  # for SwiGLU
+    zeros: float = 1.0  # for filling a float32 array; as many zeros in bfloat16 take as long
 
 
 _WHOLE = MemoryShares()
 
 
 class Tpu(NamedTuple):
-    """Facts that decide how often and how a TPU gathers weights.
+    """Facts that decide how often and how a TPU gathers weights."""
 
-    Attributes:
-      memory: bytes of memory of a JAX device.
-      longest_ring: as in `Chip`.
-    """
-
-    memory: float
-    longest_ring: int
+    memory: float  # bytes of a JAX device
+    longest_ring: int  # as in `Chip`
 
 
 @dataclass(frozen=True)
@@ -106,11 +89,8 @@ class Chip:
     """Peak figures of one accelerator.
 
     Attributes:
-      name: the usual short name.
       peak_flops: FLOP/s of dense matrix products, by `model.dtype`. float32 is what XLA runs at its
         default precision: one bfloat16 pass on TPUs, TF32 on GPUs.
-      hbm_bytes: bytes of its memory.
-      hbm_bandwidth: bytes/s of its memory.
       ici_bandwidth: bytes/s one way to the other chips of the slice, or of the NVLink domain.
       dcn_bandwidth: bytes/s one way to other slices or nodes, its share of the host's; None if
         unpublished.
@@ -121,7 +101,6 @@ class Chip:
       matrix_efficiency: share of the peak that large products reach by XLA's own estimates, squares
         of 2048 to 8192 in bfloat16 compiled for one chip with libtpu 0.0.42; None where XLA has
         not been asked.
-      memory_shares: shares of the memory's bandwidth that are reached, by the same estimates.
       has_fp8: whether products of 8-bit floats are faster than those of bfloat16.
       longest_ring: largest mesh axis fsdp that passes weights on in steps by default. Up to there
         steps are faster than all-gathers, by the same estimates, and compile in minutes; see
@@ -251,11 +230,7 @@ def chip_of(topology: str) -> Chip | None:
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Return the chip of a device kind, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
-
-    Returns:
-      None for CPUs and for accelerators that are not in the table: their peak is unknown.
-    """
+    """Return the chip of a device kind, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     if device_kind.startswith("TPU"):
         name = _TPU_KINDS.get(device_kind)
         return _BY_NAME[name] if name else None

@@ -49,17 +49,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of processes with which a run may go on, as its trainers find out.
+    """Numbers of processes with which a run may go on, as its trainers find out."""
 
-    Attributes:
-      counts: smaller numbers of processes; none if it needs all of them.
-      wait_seconds: time that lost processes have to come back.
-      whole: value of MAXPIPE_WHOLE, which the trainers of fewer processes have to know.
-    """
-
-    counts: tuple[int, ...] = ()
-    wait_seconds: float = 0.0
-    whole: str = ""
+    counts: tuple[int, ...] = ()  # smaller numbers; none if it needs all of them
+    wait_seconds: float = 0.0  # time that lost processes have to come back
+    whole: str = ""  # value of MAXPIPE_WHOLE, which the trainers of fewer processes have to know
 
 
 def announced_processes() -> int:
@@ -148,11 +142,8 @@ def find_place() -> Place:
     Raises:
       ConfigError: variables are missing, or JAX cannot tell.
     """
-    place = coordinator_variables()
-    if place is None and is_cluster():
-        detected = _detect()
-        place = detected if detected[1] > 1 else None
-    if place is None:
+    place = coordinator_variables() or (_detect() if is_cluster() else None)
+    if place is None or place[1] == 1:
         return Place("localhost", 0, 1, 0)
     host, _, port = place[0].rpartition(":")
     return Place(host.strip("[]"), int(port), *place[1:])
@@ -160,23 +151,16 @@ def find_place() -> Place:
 
 def _detect() -> tuple[str, int, int]:
     """Return coordinator, number of processes and index as JAX detects them."""
-    reason = "it knows no such cluster"
+    command, limit = [sys.executable, "-c", _DETECT], _DETECT_SECONDS + _IMPORT_SECONDS
     try:
-        detection = subprocess.run(
-            [sys.executable, "-c", _DETECT],
-            capture_output=True,
-            text=True,
-            timeout=_DETECT_SECONDS + _IMPORT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        reason = f"it has not found them in {error.timeout:g} s"
-    else:
-        if detection.returncode == 0:
-            address, count, index = json.loads(detection.stdout.splitlines()[-1])[:3]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        if found.returncode == 0:
+            address, count, index = json.loads(found.stdout.splitlines()[-1])[:3]
             if None not in (address, count, index):
                 return address, count, index
-        reason = detection.stderr.strip().rpartition("\n")[2] or reason
+        reason = found.stderr.strip().rpartition("\n")[2] or "it knows no such cluster"
+    except subprocess.TimeoutExpired:
+        reason = f"it has not found them in {limit:g} s"
     message = f"JAX cannot tell the processes of this job: {reason}; {_REMEDY}"
     raise ConfigError(Problem("", message))
 
@@ -191,21 +175,6 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("", port)):
             return port
     raise OSError(f"no port from {_SERVER_PORTS[0]} to {_SERVER_PORTS[-1]} is free")
-
-
-def hold_port(address: str) -> socket.socket:
-    """Return a socket that keeps a port for a server of this process, until the socket is closed.
-
-    The server has to set SO_REUSEADDR. Systems give the port to no other program; one that asks
-    for it without SO_REUSEADDR is refused.
-
-    Args:
-      address: address of this machine, an IPv4 or IPv6 number.
-    """
-    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((address, 0))
-    return holder
 
 
 def _number(text: str) -> int:

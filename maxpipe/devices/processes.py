@@ -3,7 +3,7 @@
 import itertools
 import secrets
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,18 +13,6 @@ _POSTS_KEPT = 1000  # far more posts than processes may be apart
 _ENDLESS_MS = 2**31 - 1
 _posts = itertools.count()
 _reports = itertools.count()
-
-
-class KeyValueStore(Protocol):
-    """The part of JAX's client of the coordination service that is used here."""
-
-    def key_value_set(self, key: str, value: str) -> None: ...
-
-    def key_value_delete(self, key: str) -> None: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
 def count() -> int:
@@ -60,12 +48,11 @@ def of_first_process(value: int) -> int:
     if jax.process_count() == 1:
         return value
     number = next(_posts)
-    store: KeyValueStore = coordinator()
     if jax.process_index() != 0:
-        return int(store.blocking_key_value_get(_post_key(number), _ENDLESS_MS))
-    store.key_value_set(_post_key(number), str(value))
+        return int(read(f"maxpipe/post/{number}"))
+    post(f"maxpipe/post/{number}", str(value))
     if number >= _POSTS_KEPT:
-        store.key_value_delete(_post_key(number - _POSTS_KEPT))
+        coordinator().key_value_delete(f"maxpipe/post/{number - _POSTS_KEPT}")
     return value
 
 
@@ -73,16 +60,14 @@ def of_all_on_first(value: str) -> list[str]:
     """Return every process's `value` on process 0, and nothing on others; only process 0 waits."""
     if jax.process_count() == 1:
         return [value]
-    number = next(_reports)
-    store: KeyValueStore = coordinator()
-    directory = f"maxpipe/report/{number}"
+    store, directory = coordinator(), f"maxpipe/report/{next(_reports)}"
     if jax.process_index() != 0:
-        store.key_value_set(f"{directory}/{jax.process_index()}", value)
+        post(f"{directory}/{jax.process_index()}", value)
         return []
     keys = [f"{directory}/{index}" for index in range(1, jax.process_count())]
     # Each call takes a round trip: while one process is waited for, the others report as well.
     while missing := set(keys) - (posted := dict(store.key_value_dir_get(directory))).keys():
-        store.blocking_key_value_get(min(missing), _ENDLESS_MS)
+        read(min(missing))
     store.key_value_delete(directory)
     return [value, *(posted[key] for key in keys)]
 
@@ -91,12 +76,12 @@ def share(directory: Path) -> bool:
     """Return whether all processes see the same directory, which exists and is writable."""
     if jax.process_count() == 1:
         return True
-    number = secrets.randbits(31)
-    if jax.process_index() == 0:
-        _trace(directory, number).touch()
-    trace = _trace(directory, of_first_process(number))
+    number, is_first = secrets.randbits(31), jax.process_index() == 0
+    if is_first:
+        (directory / f".shared-{number}").touch()
+    trace = directory / f".shared-{of_first_process(number)}"
     is_seen_by_all = agree(trace.exists())
-    if jax.process_index() == 0:
+    if is_first:
         trace.unlink()
     return is_seen_by_all
 
@@ -121,11 +106,3 @@ def _state() -> Any:
     from jax._src import distributed  # there is no public name for it
 
     return distributed.global_state
-
-
-def _trace(directory: Path, number: int) -> Path:
-    return directory / f".shared-{number}"
-
-
-def _post_key(number: int) -> str:
-    return f"maxpipe/post/{number}"

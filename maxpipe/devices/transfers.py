@@ -18,7 +18,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxpipe.devices import processes
-from maxpipe.devices.cluster import hold_port
 
 _STREAMS = 4  # parallel connections between two processes
 # A receiver waits for its sender, which may be compiling for an hour. Lost and hung processes are
@@ -33,8 +32,11 @@ def start_transfers() -> None:
     own = _own_address(processes.coordinator_address())
     place = f"[{own}]" if ":" in own else own
     # The port is held: the transfer server accepts no port 0, others learn the port from JAX, and
-    # JAX listens there only from the first transfer on, maybe an hour later.
-    holder = hold_port(own)
+    # JAX listens there only from the first transfer on, maybe an hour later. Until then systems
+    # give the port to no other program, and refuse one that asks for it without SO_REUSEADDR.
+    holder = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((own, 0))
     _holders.append(holder)
     port = holder.getsockname()[1]
     jax.config.update("jax_cross_host_transfer_socket_address", f"{place}:{port}")

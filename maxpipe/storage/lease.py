@@ -8,13 +8,11 @@ that is killed leaves it. The next start then takes over:
   earlier attempt of the same job;
 - otherwise once it has watched the lease for `LEASE_SECONDS` without seeing it renewed.
 
-Creating is atomic: O_EXCL in a file system, a conditional write in an object store. To take over, a
-process first creates a guard that names the old owner, so that only one of several can. This holds
-on local file systems, on NFS and on Lustre. A host that a network failure cuts off for longer than
-the lease loses it; it notices when it renews. Imports no JAX.
+Creating is atomic: O_EXCL in a file system (also on NFS and Lustre), a conditional write in an
+object store. To take over, a process first creates a guard, so that only one of several can. A host
+that is cut off for longer than the lease loses it, and notices when it renews. Imports no JAX.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -22,10 +20,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from maxpipe.storage.object_store import Deadline
 from maxpipe.storage.records import Damaged, parse_record
@@ -37,9 +36,12 @@ NAME = "lease.json"
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 30.0
 
+_GUARD = f"{NAME}.taking"
 _RELEASE_SECONDS = 4.0  # a process that ends waits no longer
 _LOOK_SECONDS = 1.0  # between two looks at another host's lease
 _RIVAL_SECONDS = 0.1  # between two tries to take over while another process does so
+
+Entry = tuple[str, float]  # a text, and the time of its last change, which renewing moves on
 
 
 class PlaceInUse(RuntimeError):
@@ -50,50 +52,30 @@ class LeaseLost(RuntimeError):
     """The place is gone, or another process has taken it over."""
 
 
-class Entry(NamedTuple):
-    """Text of a file or object, and the time of its last change, which renewing moves on."""
-
-    text: str
-    changed: float
-
-
 class LeaseDirectory:
     """A place in a file system; the directory is made by the first `create`."""
 
     def __init__(self, path: Path):
-        self._path = Path(path).absolute()
-        self._shown = str(path)
-        self._identity: tuple[int, int] | None = None
+        self._path, self._shown = Path(path).absolute(), str(path)
 
     def __str__(self) -> str:
         return self._shown
 
     def read(self, name: str) -> Entry | None:
         """Return a file or object, or None if there is none."""
+        path, absent = self._path / name, (FileNotFoundError, NotADirectoryError)
         # Opening a file makes NFS ask the server.
-        with (
-            contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            (self._path / name).open(encoding="utf-8", errors="replace") as file,
-        ):
-            return Entry(file.read(), os.fstat(file.fileno()).st_mtime)
+        with suppress(*absent), path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime
         return None
 
     def create(self, name: str, text: str) -> bool:
         """Create a file or object atomically; return false if there is one of that name."""
         self._path.mkdir(parents=True, exist_ok=True)
-        self._identity = self._identity or self._look()
-        path = self._path / name
-        try:
-            file = path.open("x", encoding="utf-8")
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                file.write(text)
-        except OSError:  # a full disk
-            path.unlink(missing_ok=True)
-            raise
-        return True
+        with suppress(FileExistsError), (self._path / name).open("x", encoding="utf-8") as file:
+            file.write(text)
+            return True
+        return False
 
     def renew(self, name: str, text: str) -> None:
         """Set the time of the last change of a file or object that holds `text`."""
@@ -101,19 +83,8 @@ class LeaseDirectory:
 
     def remove(self, name: str) -> None:
         """Remove a file or object; do nothing if there is none."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             (self._path / name).unlink()
-
-    def is_gone(self) -> bool:
-        """Return whether the place itself was deleted or moved since it was first used."""
-        return self._look() != self._identity
-
-    def _look(self) -> tuple[int, int] | None:
-        try:
-            status = self._path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return status.st_dev, status.st_ino
 
 
 class LeaseObjects:
@@ -123,41 +94,34 @@ class LeaseObjects:
     """
 
     def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):
-        self._url = url.rstrip("/")
-        self._store = store
-        self._deadline = deadline
+        self._url, self._store, self._deadline = url.rstrip("/"), store, deadline
 
     def __str__(self) -> str:
         return self._url
 
     def read(self, name: str) -> Entry | None:
         path = f"{self._url}/{name}"
-        try:
+        with suppress(FileNotFoundError):
             content = self._deadline.wait(self._store.cat_file, path)
-            modified = self._deadline.wait(self._store.modified, path)
-            return Entry(content.decode(errors="replace"), modified.timestamp())
-        except FileNotFoundError:
-            return None
+            changed = self._deadline.wait(self._store.modified, path).timestamp()
+            return content.decode(errors="replace"), changed
+        return None
 
     def create(self, name: str, text: str) -> bool:
         # Some stores ignore the condition of the write.
         if self._deadline.wait(self._store.exists, f"{self._url}/{name}"):
             return False
-        try:
+        with suppress(FileExistsError):
             self._write(name, text, "create")
-        except FileExistsError:
-            return False
-        return True
+            return True
+        return False
 
     def renew(self, name: str, text: str) -> None:
         self._write(name, text, "overwrite")
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             self._deadline.wait(self._store.rm_file, f"{self._url}/{name}")
-
-    def is_gone(self) -> bool:
-        return False  # an object store has no directories
 
     def _write(self, name: str, text: str, mode: str) -> None:
         path = f"{self._url}/{name}"
@@ -183,42 +147,22 @@ class Owner:
     @classmethod
     def this_process(cls, job: str = "", attempt: int = 0) -> Self:
         """Return a new start in this process."""
+        pid, since = os.getpid(), datetime.now().astimezone().isoformat(" ", "seconds")
+        started = start_of_process(pid) or 0
         return cls(
-            start=secrets.token_hex(8),
-            host=platform.node(),
-            machine=machine(),
-            pid=os.getpid(),
-            process_started=start_of_process(os.getpid()) or 0,
-            since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-            job=job,
-            attempt=attempt,
+            secrets.token_hex(8), platform.node(), machine(), pid, started, since, job, attempt
         )
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the owner that a lease names; an unknown one if the text names none."""
-        with contextlib.suppress(Damaged):
-            owner = parse_record(text, cls)
-            if owner.start.isalnum():  # it becomes part of a file's name
-                return owner
-        return cls(f"unreadable-{len(text)}", "an unknown host", "", 0, 0, "an unknown time")
+        with suppress(Damaged):
+            return parse_record(text, cls)
+        return cls("", "an unknown host", "", 0, 0, "an unknown time")
 
     def to_json(self) -> str:
         """Return the text of a lease."""
         return json.dumps(asdict(self)) + "\n"
-
-    def shares_machine_with(self, other: "Owner") -> bool:
-        """Return whether process numbers mean the same to both."""
-        return (self.host, self.machine) == (other.host, other.machine)
-
-    def is_alive(self) -> bool:
-        """Return whether the process, which ran on this machine, still runs."""
-        started = start_of_process(self.pid)
-        return started is not None and started == self.process_started
-
-    def succeeds(self, other: "Owner") -> bool:
-        """Return whether this is a later attempt of the same job: the other one has ended then."""
-        return self.job != "" and self.job == other.job and self.attempt > other.attempt
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -228,11 +172,10 @@ class Lease:
     """Owns a place until `release`; made by `acquire`."""
 
     def __init__(self, place: LeasePlace, owner: Owner):
-        self._place = place
-        self._owner = owner
+        self._place, self._text = place, owner.to_json()
         self._lost = ""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
     @property
@@ -241,15 +184,22 @@ class Lease:
         return self._lost != ""
 
     def check(self) -> None:
-        """Raise `LeaseLost` if the last renewal found the place gone, or with another owner."""
+        """Raise `LeaseLost` if the last renewal found the lease gone, or with another owner."""
         if self._lost:
             raise LeaseLost(self._lost)
 
     def verify(self) -> None:
         """Renew the lease now; raises as `check`. An error of the store changes nothing."""
         # A store that does not answer for a while is asked again.
-        with contextlib.suppress(Exception):
-            self._renew()
+        with suppress(Exception):
+            entry = self._place.read(NAME)
+            if entry is None:
+                why = "was deleted or moved while this run was writing to it; it has ended"
+                self._lost = f"{self._place} {why}"
+            elif entry[0] != self._text:
+                self._lost = f"{self._place} was taken over by {Owner.parse(entry[0])}"
+            else:
+                self._place.renew(NAME, self._text)
         self.check()
 
     def release(self) -> None:
@@ -258,35 +208,17 @@ class Lease:
         A store that fails now, or does not answer for a few seconds, leaves a lease that expires.
         """
         self._closed.set()
-        remover = threading.Thread(target=self._remove, name="lease", daemon=True)
-        remover.start()
-        remover.join(_RELEASE_SECONDS)
+        self._thread.join(_RELEASE_SECONDS)
 
-    def _remove(self) -> None:
-        self._thread.join()
-        with contextlib.suppress(Exception):
-            entry = self._place.read(NAME)
-            if entry is not None and entry.text == self._owner.to_json():
-                self._place.remove(NAME)
-
-    def _renew_until_closed(self) -> None:
+    def _keep(self) -> None:
         while not self._lost and not self._closed.wait(RENEW_SECONDS):
-            with contextlib.suppress(LeaseLost):
+            with suppress(LeaseLost):
                 self.verify()
-
-    def _renew(self) -> None:
-        text = self._owner.to_json()
-        entry = self._place.read(NAME)
-        if entry is None and self._place.is_gone():
-            self._lost = (
-                f"{self._place} was deleted or moved while this run was writing to it; it has ended"
-            )
-        elif entry is None:
-            self._place.create(NAME, text)
-        elif entry.text != text:
-            self._lost = f"{self._place} was taken over by {Owner.parse(entry.text)}"
-        else:
-            self._place.renew(NAME, text)
+        self._closed.wait()
+        with suppress(Exception):
+            entry = self._place.read(NAME)
+            if entry is not None and entry[0] == self._text:
+                self._place.remove(NAME)
 
 
 def acquire(
@@ -298,11 +230,7 @@ def acquire(
 ) -> Lease:
     """Return the lease of a place; watch it for `LEASE_SECONDS` first if its owner may be dead.
 
-    Args:
-      place: where the lease lies; created if it does not exist.
-      owner: this start.
-      log: function that receives a line before a wait and after a takeover.
-      sleep: function that waits for a number of seconds.
+    `log` receives a line before a wait and after a takeover.
 
     Raises:
       PlaceInUse: the owner is alive.
@@ -313,15 +241,15 @@ def acquire(
         entry = place.read(NAME)
         if entry is None:
             continue
-        holder = Owner.parse(entry.text)
-        if holder.start == owner.start:
+        holder = Owner.parse(entry[0])
+        if holder == owner:
             break  # the answer to an earlier `create` was lost
         in_use = PlaceInUse(f"{place} is in use by {holder}")
-        if owner.shares_machine_with(holder):
-            if holder.is_alive():
+        if (owner.host, owner.machine) == (holder.host, holder.machine):
+            if start_of_process(holder.pid) == holder.process_started:
                 raise in_use
             reason = "which has ended"
-        elif owner.succeeds(holder):
+        elif owner.job and owner.job == holder.job and owner.attempt > holder.attempt:
             reason = f"an earlier attempt of job {owner.job}"
         else:
             if watched is None:
@@ -335,20 +263,19 @@ def acquire(
                 waited += _LOOK_SECONDS
                 continue
             reason = f"which has not renewed its lease for {LEASE_SECONDS:.0f} s"
-        guard = f"{NAME}.{holder.start}"
-        if _take_over(place, guard, entry, owner):
+        if _take_over(place, entry, owner):
             log(f"{place}: taken over from {holder}, {reason}")
             break
         sleep(_RIVAL_SECONDS)
         blocked += _RIVAL_SECONDS
         if blocked > LEASE_SECONDS:
-            place.remove(guard)  # of a process that was killed while it took over
+            place.remove(_GUARD)  # of a process that was killed while it took over
     return Lease(place, owner)
 
 
-def _take_over(place: LeasePlace, guard: str, entry: Entry, owner: Owner) -> bool:
+def _take_over(place: LeasePlace, entry: Entry, owner: Owner) -> bool:
     """Replace a dead owner's lease, if it is still as in `entry`; return whether this was done."""
-    if not place.create(guard, ""):
+    if not place.create(_GUARD, ""):
         return False
     try:
         if place.read(NAME) != entry:
@@ -356,7 +283,7 @@ def _take_over(place: LeasePlace, guard: str, entry: Entry, owner: Owner) -> boo
         place.remove(NAME)
         return place.create(NAME, owner.to_json())
     finally:
-        place.remove(guard)
+        place.remove(_GUARD)
 
 
 def machine() -> str:
@@ -373,17 +300,14 @@ def start_of_process(pid: int) -> int | None:
 
     Without /proc it is 0 for a process that runs.
     """
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass  # another user's
-        return 0
     try:
+        if not Path("/proc/self/stat").exists():
+            os.kill(pid, 0)
+            return 0
         # The name of the program, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except PermissionError:  # another user's
+        return 0
+    except OSError:
         return None
     return None if fields[0] == b"Z" else int(fields[19])

@@ -293,8 +293,6 @@ def supervise(
         stack.enter_context(handling(numbers_to_pass_on(), lambda n, _: signals.append(n)))
         memory = stack.enter_context(shared_memory())
         partners, address = Partners(memory, place.index), (place.host, place.port)
-        if place.count == 1:  # an announced address is that of JAX's own coordinator then
-            address = "localhost", 0
         port = stack.enter_context(partners.serving(address[0]))
         supervisor = Supervisor(command, place, log, memory, partners, port)
         if place.index == 0:

@@ -48,8 +48,7 @@ OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
     """Return the configuration for the hosts present; unchanged if these are all.
 
-    The supervisor learns from `progress` with how many hosts the run may go on. Without a
-    supervisor, or with one host, a remark says that the key has no effect.
+    The supervisor learns from `progress` with how many hosts the run may go on.
 
     Raises:
       ConfigError: the run cannot go on with fewer hosts, or not with these.
@@ -71,10 +70,7 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
 
 
 def fit_next(loaded: Loaded) -> tuple[Loaded, Hosts] | None:
-    """Return the configuration and the hosts with which the run goes on if one more host is lost.
-
-    None if the run needs all hosts present.
-    """
+    """Return the configuration and the hosts after the loss of one more; None if all are needed."""
     now, whole = _hosts()
     counts = [count for count in counts_to_go_on(loaded, whole) if count < now.processes]
     hosts = whole.fewer(counts[-1]) if counts else None
@@ -89,7 +85,6 @@ def _hosts() -> tuple[Hosts, Hosts]:
 
 
 def step_file(config: Config, count: int) -> Path:
-    """Return the path of the step for `count` processes."""
     return RunDirectory(config).root / "compiled_ahead" / f"step-{count}"
 
 
@@ -108,19 +103,17 @@ def compile_ahead(
     def work() -> None:
         while run.step < first + _STEPS:
             time.sleep(_LOOK_SECONDS)
-        those = "the step for fewer hosts"
         try:
             if (fitted := fit_next(given)) is None:
                 return
-            smaller, hosts = fitted
-            those = f"the step for {hosts.processes} of {processes.count()} processes"
-            began = time.perf_counter()
-            if file := store_step(smaller, hosts, build_trainer):
+            began, count = time.perf_counter(), fitted[1].processes
+            if file := store_step(*fitted, build_trainer):
+                those = f"the step for {count} of {processes.count()} processes"
                 took = f"in {time.perf_counter() - began:.1f} s"
                 log(f"{those} was compiled ahead {took}, for the loss of a host: {file}")
         # Whatever the error is, training goes on without the step.
         except Exception as error:
-            log(f"{those} is not compiled ahead, only when it is needed: {error}")
+            log(f"no step for fewer hosts is compiled ahead, only when it is needed: {error}")
 
     thread = threading.Thread(target=work, name="ahead", daemon=True)
     left_behind.append(thread)
@@ -130,12 +123,8 @@ def compile_ahead(
 def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
     """Compile the step for the first hosts, fitted to them, and store it; allocate no array.
 
-    Returns:
-      The file; None if it already holds the step.
-
-    Raises:
-      ConfigError: no stored step could run there, or the file cannot be written.
-      OutOfMemory: the program does not fit.
+    Returns the file; None if it already holds the step. Raises ConfigError if no stored step could
+    run there, and OutOfMemory if the program does not fit.
     """
     from maxpipe.compile.step import compile_step  # which no other run needs
 
@@ -165,10 +154,7 @@ def build_with_step_ahead(
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 
     All processes call this. A file is used once, so that the next attempt compiles its own step if
-    this one fails.
-
-    Returns:
-      The trainer; None if there is no such step, or it cannot be loaded.
+    this one fails. Returns None if there is no such step, or if it cannot be loaded.
     """
     if whole_of_process() is None:
         return None

@@ -7,15 +7,14 @@ executable is machine code all the same, so load only files whose origin you tru
 
 import hashlib
 import json
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib.xla_client import DeviceList, LoadedExecutable
+from jaxlib.xla_client import DeviceList
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
@@ -48,8 +47,7 @@ RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin"
 Origin = dict[str, object]  # values of JSON, flat, keys as in `origin`
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What precedes the executable in a file."""
 
     origin: Origin  # what it was compiled from
@@ -58,17 +56,13 @@ class Header:
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
-    """Store a compiled step atomically; return the number of bytes written.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
+    """Store a compiled step; return the bytes written. ConfigError if that is impossible."""
     executable = compiled.runtime_executable()
     assert executable is not None
     payload = executable.serialize()
     metrics = {name: list(m.shape) for name, m in sorted(compiled.out_info[1].items())}
     header = Header(origin(config, mesh), metrics, hashlib.sha256(payload).hexdigest())
-    pieces = [MAGIC, json.dumps(asdict(header)).encode(), b"\n", payload]
+    pieces = [MAGIC, json.dumps(header._asdict()).encode(), b"\n", payload]
     try:
         write_atomically(Path(file), pieces)
     except OSError as error:
@@ -77,11 +71,7 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
 
 
 def read(file: str) -> tuple[Header, bytes]:
-    """Read what `write` wrote: what the step was compiled from, and the executable.
-
-    Raises:
-      ConfigError: there is no such file, it is not a stored step, or it is damaged.
-    """
+    """Read what `write` wrote; ConfigError if there is none, or if it is damaged."""
     try:
         content = Path(file).read_bytes()
     except OSError as error:
@@ -94,11 +84,11 @@ def read(file: str) -> tuple[Header, bytes]:
         header = parse_record(line, Header)
         if header.sha256 == hashlib.sha256(payload).hexdigest():
             return header, payload
-    raise ConfigError(Problem(LOAD, f"{file} is damaged; {_again(file)}"))
+    raise _refusal(file, f"{file} is damaged")
 
 
 def holds(file: str, config: Config, mesh: Mesh) -> bool:
-    """Return whether a file holds the step of a configuration on a mesh, and is not damaged."""
+    """Return whether a file holds the step of a configuration on a mesh."""
     try:
         return read(file)[0].origin == origin(config, mesh)
     except ConfigError:
@@ -123,11 +113,7 @@ def origin(config: Config, mesh: Mesh) -> Origin:
 class StoredStep:
     """A training step that runs a stored executable; see `SpmdTrainer`'s `load_step`.
 
-    Args:
-      config: the resolved configuration; `compile.load` names the file.
-      mesh: the mesh of all devices.
-      state: the abstract live state.
-      batch_sharding: sharding of the arrays of a batch.
+    `state` is the abstract live state, `batch_sharding` that of the arrays of a batch.
 
     Raises:
       ConfigError: the file cannot be read, or was compiled from something else (a problem for each
@@ -139,11 +125,16 @@ class StoredStep:
     ):
         file = config.compile.load
         header, executable = read(file)
-        if problems := _differences(file, header.origin, origin(config, mesh)):
-            raise ConfigError(*problems)
+        _check_origin(file, header.origin, origin(config, mesh))
         if reason := hindrance():
             raise ConfigError(Problem(LOAD, f"{reason}; or leave out {LOAD}"))
-        self._executable = _load(file, executable, mesh.devices.reshape(-1).tolist())
+        devices = DeviceList(tuple(mesh.devices.reshape(-1).tolist()))
+        client = mesh.devices.flat[0].client
+        try:
+            self._executable = client.deserialize_executable(executable, executable_devices=devices)
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise _refusal(file, f"the runtime does not take {file}: {reason}") from None
         self._state_shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
         self._batch_sharding = batch_sharding
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -168,29 +159,19 @@ class StoredStep:
         return jax.tree.unflatten(self._tree, arrays)
 
 
-def _load(file: str, executable: bytes, devices: Sequence[jax.Device]) -> LoadedExecutable:
-    try:
-        return devices[0].client.deserialize_executable(
-            executable, executable_devices=DeviceList(tuple(devices))
-        )
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            Problem(LOAD, f"the runtime does not take {file}: {reason}; {_again(file)}")
-        ) from None
-
-
-def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
-    """Return a problem for each name whose value differs, under LOAD if the name is not a key."""
-    problems = []
+def _check_origin(file: str, theirs: Origin, ours: Origin) -> None:
+    """Raise a problem for each name whose value differs, under LOAD if the name is not a key."""
+    problems: list[Problem] = []
     for name in sorted(theirs.keys() | ours.keys()):
         then, now = theirs.get(name, "missing"), ours.get(name, "missing")
         if then != now:
             key, prefix = (name, "") if name in OPTIONS else (LOAD, f"{name}: ")
             message = f"{prefix}{file} was compiled with {then!r}, this run has {now!r}"
-            problems.append(Problem(key, f"{message}; {_again(file)}"))
-    return problems
+            problems += _refusal(file, message, key).problems
+    if problems:
+        raise ConfigError(*problems)
 
 
-def _again(file: str) -> str:
-    return f"compile it again with python -m maxpipe.compile ... {SAVE}={file}, or leave out {LOAD}"
+def _refusal(file: str, reason: str, key: str = LOAD) -> ConfigError:
+    remedy = f"compile it again with python -m maxpipe.compile ... {SAVE}={file}"
+    return ConfigError(Problem(key, f"{reason}; {remedy}, or leave out {LOAD}"))

@@ -14,7 +14,6 @@ from maxpipe.devices.cluster import (
     coordinator_variables,
     find_place,
     free_port,
-    hold_port,
     job_of_process,
 )
 
@@ -149,12 +148,3 @@ def test_free_port_passes_by_ports_at_which_something_listens(monkeypatch):
             free_port()
         closed.close()
         assert {free_port() for _ in range(8)} == {ports[1]}
-
-
-def test_hold_port_keeps_a_port_for_a_server_that_reuses_addresses():
-    with hold_port("127.0.0.1") as holder:
-        place = holder.getsockname()
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(place)
-        with socket.create_server(place), socket.create_connection(place):
-            pass

