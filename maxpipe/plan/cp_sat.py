@@ -10,39 +10,63 @@ compute, from a kind's first unit to its last, the slot of that kind on all stag
 their makespan is the sum over kinds of this span, in ticks, times the slot's time.
 """
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from maxpipe.pipeline.schedules.table import Table, stages_of_chunks
-from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
-from maxpipe.plan.solve import Progress
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Workload
 
 MAX_SCALE = 10_000
+Report = Callable[[float], None]  # called with the makespan of what was found
+Ticks = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Backward:
-    """The backward of a pair in the model: an I with a W, or a B.
+class _Model(cp_model.CpModel):
+    """A model whose variables are times from 0 to a horizon."""
 
-    Attributes:
-      start: start of the I or B.
-      end: end of the I or B.
-      weight: start of the W, or of the B if there is no W.
-      release: time from which the pair is no longer in flight.
-      is_whole: true if it is a B; None if it can never be one.
-    """
+    def __init__(self, horizon: int) -> None:
+        super().__init__()
+        self._horizon = horizon
 
-    start: cp_model.IntVar
+    def time(self) -> cp_model.IntVar:
+        return self.new_int_var(0, self._horizon, "")
+
+    def cap(self, lives: Sequence[tuple[cp_model.IntVar, cp_model.LinearExprT]], most: int) -> None:
+        """Let at most so many of these (start, end) overlap."""
+        if most < len(lives):
+            intervals = [self.new_interval_var(s, self.time(), end, "") for s, end in lives]
+            self.add_cumulative(intervals, [1] * len(intervals), most)
+
+    def solve(self, seconds: float, report: Report) -> tuple[cp_model.CpSolver | None, float]:
+        """Return the solver with the best solution, or None, and a bound."""
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        status = solver.solve(self, _Callback(report))
+        is_solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+        return (solver if is_solved else None), solver.best_objective_bound
+
+
+class _Callback(cp_model.CpSolverSolutionCallback):
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report = report
+
+    def on_solution_callback(self) -> None:
+        self._report(self.objective_value)
+
+
+class _Backward(NamedTuple):
+    """The backward of a pair in the model: an I with a W, or a B."""
+
+    start: cp_model.IntVar  # of the I or B
     end: cp_model.LinearExprT
-    weight: cp_model.IntVar
-    release: cp_model.LinearExprT
-    is_whole: cp_model.IntVar | None
+    weight: cp_model.IntVar  # start of the W, or of the B if there is no W
+    release: cp_model.LinearExprT  # time from which the pair is no longer in flight
+    is_whole: cp_model.IntVar | None  # true if it is a B; None if it can never be one
 
 
 class OrderModel:
@@ -55,134 +79,100 @@ class OrderModel:
 
     def __init__(self, workload: Workload, horizon: float) -> None:
         self.workload = workload
-        self.scale = scale_of([*workload.durations, *workload.whole_durations, *workload.delays])
-        self.horizon = int(horizon * self.scale + 1)
-        self.model = cp_model.CpModel()
-        self.makespan = self._variable("makespan")
+        times = [*workload.durations, *workload.whole_durations, *workload.delays]
+        self.scale = scale_of(times)
+        self.model = _Model(int(horizon * self.scale + 1))
         pairs = range(workload.num_pairs)
-        self.forward = [self._variable(f"F{p}") for p in pairs]
-        self.backward = [self._add_backward(pair) for pair in pairs]
-        self._order_microbatches()
-        for chunk in range(1, workload.num_chunks):
-            self._connect(chunk)
+        units = np.reshape([self.length(time) for time in workload.durations], (3, -1)).T.tolist()
+        # The lengths of each pair's F, I, W and B.
+        self.lengths = [
+            (*unit, self.length(b)) for unit, b in zip(units, workload.whole_durations, strict=True)
+        ]
+        self.forward = [self.model.time() for _ in pairs]
+        self.backward = [self._backward(pair) for pair in pairs]
+        makespan = self.model.time()
+        for pair in pairs:
+            self.model.add(makespan >= self.backward[pair].release)
+            self._order(pair)
         for stage in range(workload.num_stages):
-            self._fill_stage(stage)
-        self.model.add(self.makespan >= self.length(workload.lower_bound()))
-        self.model.minimize(self.makespan)
+            self._fill_stage([pair for pair in pairs if workload.stage(pair) == stage])
+        self.model.add(makespan >= self.length(workload.lower_bound()))
+        self.model.minimize(makespan)
 
     def length(self, time: float) -> int:
         """Return a time in the model's units, rounded down."""
         return int(time * self.scale + TOLERANCE * self.scale)
 
-    def _variable(self, name: str) -> cp_model.IntVar:
-        return self.model.new_int_var(0, self.horizon, name)
-
-    def _lengths(self, pair: int) -> tuple[int, int, int, int]:
-        """Return the lengths of a pair's F, I, W and B."""
-        workload, pairs = self.workload, self.workload.num_pairs
-        return (
-            self.length(workload.durations[pair]),
-            self.length(workload.durations[pairs + pair]),
-            self.length(workload.durations[2 * pairs + pair]),
-            self.length(workload.whole_durations[pair]),
-        )
-
-    def _add_backward(self, pair: int) -> Backward:
+    def _backward(self, pair: int) -> _Backward:
         model = self.model
-        _, i, w, b = self._lengths(pair)
-        start, weight = self._variable(f"I{pair}"), self._variable(f"W{pair}")
+        _, i, w, b = self.lengths[pair]
+        start, weight = model.time(), model.time()
         if b >= i + w:  # an I and then its W take no longer, and the gradient is ready earlier
             model.add(weight >= start + i)
-            return Backward(start, start + i, weight, weight + w, None)
-        is_whole = model.new_bool_var(f"B{pair}")
-        end, release = self._variable(f"end{pair}"), self._variable(f"release{pair}")
+            return _Backward(start, start + i, weight, weight + w, None)
+        is_whole, end, release = model.new_bool_var(""), model.time(), model.time()
         model.add(end == start + i + (b - i) * is_whole)
         model.add(weight >= end).only_enforce_if(~is_whole)
         model.add(weight == start).only_enforce_if(is_whole)
         model.add(release == weight + w).only_enforce_if(~is_whole)
         model.add(release == end).only_enforce_if(is_whole)
-        return Backward(start, end, weight, release, is_whole)
+        return _Backward(start, end, weight, release, is_whole)
 
-    def _order_microbatches(self) -> None:
-        chunks = self.workload.num_chunks
-        for pair in range(self.workload.num_pairs - chunks):
-            f, _, w, _ = self._lengths(pair)
-            now, later = self.backward[pair], self.backward[pair + chunks]
-            self.model.add(self.forward[pair + chunks] >= self.forward[pair] + f)
-            self.model.add(later.start >= now.end)
-            splits = [x.is_whole for x in (now, later) if x.is_whole is not None]
-            order = self.model.add(later.weight >= now.weight + w)
+    def _order(self, pair: int) -> None:
+        """Let a pair follow the microbatch before it, and the chunk before it."""
+        workload, chunks, add = self.workload, self.workload.num_chunks, self.model.add
+        f, backward = self.forward[pair], self.backward[pair]
+        if pair >= chunks:
+            before = self.backward[pair - chunks]
+            add(f >= self.forward[pair - chunks] + self.lengths[pair - chunks][0])
+            add(backward.start >= before.end)
+            splits = [~x.is_whole for x in (before, backward) if x.is_whole is not None]
+            order = add(backward.weight >= before.weight + self.lengths[pair - chunks][2])
             if splits:
-                order.only_enforce_if(*(~literal for literal in splits))
+                order.only_enforce_if(*splits)
+        if pair % chunks:
+            is_far = workload.stage(pair) != workload.stage(pair - 1)
+            delay = self.length(workload.times.communication) * is_far
+            add(f >= self.forward[pair - 1] + self.lengths[pair - 1][0] + delay)
+            add(self.backward[pair - 1].start >= backward.end + delay)
+        if pair % chunks == chunks - 1:
+            add(backward.start >= f + self.lengths[pair][0])
 
-    def _connect(self, chunk: int) -> None:
-        """Connect a chunk with the one before it."""
-        workload, chunks = self.workload, self.workload.num_chunks
-        is_far = workload.stage_of[chunk] != workload.stage_of[chunk - 1]
-        delay = self.length(workload.times.communication) if is_far else 0
-        for pair in range(chunk, workload.num_pairs, chunks):
-            before, after = self.backward[pair], self.backward[pair - 1]
-            f = self._lengths(pair - 1)[0]
-            self.model.add(self.forward[pair] >= self.forward[pair - 1] + f + delay)
-            self.model.add(after.start >= before.end + delay)
-            if chunk == chunks - 1:
-                self.model.add(before.start >= self.forward[pair] + self._lengths(pair)[0])
-
-    def _fill_stage(self, stage: int) -> None:
+    def _fill_stage(self, pairs: Sequence[int]) -> None:
         """Let a stage run one unit at a time, with no more in flight than allowed."""
-        model, workload = self.model, self.workload
-        pairs = [
-            pair
-            for pair in range(workload.num_pairs)
-            if workload.stage_of[pair % workload.num_chunks] == stage
-        ]
-        units, lives = [], []
+        model, most = self.model, self.workload.max_in_flight
+        units = []
         for pair in pairs:
-            f, i, w, b = self._lengths(pair)
-            backward = self.backward[pair]
+            f, i, w, b = self.lengths[pair]
+            start, _, weight, _, is_whole = self.backward[pair]
             units.append(model.new_fixed_size_interval_var(self.forward[pair], f, ""))
-            if backward.is_whole is None:
-                units.append(model.new_fixed_size_interval_var(backward.start, i, ""))
-                units.append(model.new_fixed_size_interval_var(backward.weight, w, ""))
-            else:
-                for start, length, present in (
-                    (backward.start, i, ~backward.is_whole),
-                    (backward.weight, w, ~backward.is_whole),
-                    (backward.start, b, backward.is_whole),
-                ):
+            for begin, length, when_whole in ((start, i, 0), (weight, w, 0), (start, b, 1)):
+                if is_whole is not None:
+                    present = is_whole if when_whole else ~is_whole
                     units.append(
-                        model.new_optional_fixed_size_interval_var(start, length, present, "")
+                        model.new_optional_fixed_size_interval_var(begin, length, present, "")
                     )
-            lives.append((self.forward[pair], backward.release))
-            model.add(self.makespan >= backward.release)
+                elif not when_whole:
+                    units.append(model.new_fixed_size_interval_var(begin, length, ""))
         model.add_no_overlap(units)
-        if workload.max_in_flight >= len(pairs):
-            return
-        if workload.num_repeats == 1 and all(self.backward[p].is_whole is None for p in pairs):
-            for (_, release), (start, _) in zip(
-                lives, lives[workload.max_in_flight :], strict=False
-            ):
+        lives = [(self.forward[pair], self.backward[pair].release) for pair in pairs]
+        if self.workload.num_repeats == 1 and all(self.backward[p].is_whole is None for p in pairs):
+            for (_, release), (start, _) in zip(lives, lives[most:], strict=False):
                 model.add(start >= release)
-            return
-        intervals = []
-        for start, release in lives:
-            size = self._variable("")
-            intervals.append(model.new_interval_var(start, size, release, ""))
-        model.add_cumulative(intervals, [1] * len(intervals), workload.max_in_flight)
+        else:
+            model.cap(lives, most)
 
-    def hint(self, orders: Orders, timing: Timing) -> None:
+    def hint(self, orders: Orders, start: Sequence[float]) -> None:
+        """Propose orders whose units start at these times."""
         pairs = self.workload.num_pairs
         for pair, backward in enumerate(self.backward):
-            self._hint(self.forward[pair], timing.start[pair])
-            self._hint(backward.start, timing.start[pairs + pair])
             is_whole = pair in orders.whole
-            weight = pairs + pair if is_whole else 2 * pairs + pair
-            self._hint(backward.weight, timing.start[weight])
+            units = pair, pairs + pair, pair + pairs * (1 if is_whole else 2)
+            variables = self.forward[pair], backward.start, backward.weight
+            for variable, unit in zip(variables, units, strict=True):
+                self.model.add_hint(variable, self.length(start[unit]))
             if backward.is_whole is not None:
                 self.model.add_hint(backward.is_whole, is_whole)
-
-    def _hint(self, variable: cp_model.IntVar, time: float) -> None:
-        self.model.add_hint(variable, self.length(time))
 
     def orders(self, value: Callable[[cp_model.LinearExprT], int]) -> Orders:
         workload, pairs = self.workload, self.workload.num_pairs
@@ -199,68 +189,32 @@ class OrderModel:
         return Orders(tuple(tuple(u for *_, u in sorted(r)) for r in rows), frozenset(whole))
 
 
-class Report(cp_model.CpSolverSolutionCallback):
-    """Report each better solution and each better bound.
-
-    Args:
-      scale: the model's units per unit of time.
-      makespan: makespan of the best order so far.
-      progress: function to report to, see `Progress`.
-      offset: time to add to the model's makespans and bounds.
-    """
-
-    def __init__(
-        self, scale: int, makespan: float, progress: Progress, offset: float = 0.0
-    ) -> None:
-        super().__init__()
-        self._begin = time.monotonic()
-        self._scale = scale
-        self._offset = offset
-        self._best = makespan
-        self._bound = 0.0
-        self._progress = progress
-
-    def on_solution_callback(self) -> None:
-        self._best = min(self._best, self.objective_value / self._scale + self._offset)
-        self._tell()
-
-    def on_bound(self, bound: float) -> None:
-        self._bound = bound / self._scale + self._offset
-        self._tell()
-
-    def _tell(self) -> None:
-        self._progress(time.monotonic() - self._begin, self._best, self._bound)
-
-
 def solve_exactly(
-    workload: Workload, orders: Orders, seconds: float, progress: Progress
+    workload: Workload, orders: Orders, seconds: float, report: Report
 ) -> tuple[Orders, float]:
     """Return the best orders found within a time limit, and a bound that no order can beat.
 
     Args:
       workload: the units to order.
       orders: orders that the search starts from.
-      progress: function called with the best makespan and bound so far.
+      seconds: the time limit.
+      report: function called with the makespan of each better order.
     """
     timing = workload.time(orders)
     assert timing is not None
     model = OrderModel(workload, timing.makespan)
-    model.hint(orders, timing)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    report = Report(model.scale, timing.makespan, progress)
-    solver.best_bound_callback = report.on_bound
-    status = solver.solve(model.model, report)
-    bound = max(workload.lower_bound(), solver.best_objective_bound / model.scale)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    model.hint(orders, timing.start)
+    solver, bound = model.model.solve(seconds, lambda length: report(length / model.scale))
+    makespan = timing.makespan
+    if solver is not None:
         solved = model.orders(solver.value)
-        solved_timing = workload.time(solved)
-        if solved_timing and workload.fits(solved) and solved_timing.makespan < timing.makespan:
-            return solved, min(bound, solved_timing.makespan)
-    return orders, min(bound, timing.makespan)
+        timing = workload.time(solved)
+        if timing and workload.fits(solved) and timing.makespan < makespan:
+            orders, makespan = solved, timing.makespan
+    return orders, min(max(workload.lower_bound(), bound / model.scale), makespan)
 
 
-def scale_of(times: list[float]) -> int:
+def scale_of(times: Sequence[float]) -> int:
     """Return the model's units per unit of time: few that make all times whole, else many."""
     for scale in (step * 10**power for power in range(6) for step in (1, 2, 5)):
         if all(abs(time * scale - round(time * scale)) < 1e-7 for time in times):
@@ -268,142 +222,68 @@ def scale_of(times: list[float]) -> int:
     return MAX_SCALE
 
 
-Ticks = dict[str, np.ndarray]
-
-
-class SlotTimes(NamedTuple):
-    """Times of the slots of a tick.
-
-    Attributes:
-      slots: time of each kind of unit in the table: `F` and `B`, or `F`, `I` and `W`.
-      communication: time of the transfers of a tick; 0 with one stage.
-      head: time of the loss of all microbatches.
-    """
-
-    slots: Mapping[str, float]
-    communication: float
-    head: float
-
-
-class TickModel:
-    """A CP-SAT model of the ticks of all units.
-
-    Args:
-      seed: the table that the search starts from; it sets sizes, placement and kinds.
-      times: times of the slots.
-      max_in_flight: chunks that may be in flight on a stage.
-      scale: the model's units per unit of time.
-    """
-
-    def __init__(self, seed: Table, times: SlotTimes, max_in_flight: int, scale: int) -> None:
-        self.seed = seed
-        self.model = cp_model.CpModel()
-        self.horizon = seed.num_ticks
-        self.stage_of = stages_of_chunks(seed.num_stages, seed.num_repeats, seed.placement)
-        shape = (seed.num_microbatches, seed.num_chunks)
-        self.ticks = {
-            kind: [[self._variable() for _ in range(shape[1])] for _ in range(shape[0])]
-            for kind in times.slots
-        }
-        for kind, rows in self.ticks.items():
-            for row, hint in zip(rows, seed.ticks[kind].tolist(), strict=True):
-                for variable, tick in zip(row, hint, strict=True):
-                    self.model.add_hint(variable, tick)
-        self._connect()
-        for stage in range(seed.num_stages):
-            self._fill_stage(stage, max_in_flight)
-        self.model.minimize(self._makespan(times, scale))
-
-    def _variable(self) -> cp_model.IntVar:
-        return self.model.new_int_var(0, self.horizon, "")
-
-    def _connect(self) -> None:
-        """Order the units within each microbatch, and the microbatches."""
-        add, last = self.model.add, self.seed.num_chunks - 1
-        backward = self.ticks["I" if "I" in self.ticks else "B"]
-        for microbatch, row in enumerate(self.ticks["F"]):
-            for chunk in range(last):
-                add(row[chunk + 1] >= row[chunk] + 1)
-                add(backward[microbatch][chunk] >= backward[microbatch][chunk + 1] + 1)
-            add(backward[microbatch][last] >= row[last])
-            if "W" in self.ticks:
-                for w, i in zip(self.ticks["W"][microbatch], backward[microbatch], strict=True):
-                    add(w >= i)
-        for rows in self.ticks.values():
-            for now, later in pairwise(rows):
-                for a, b in zip(now, later, strict=True):
-                    add(b >= a + 1)
-
-    def _fill_stage(self, stage: int, max_in_flight: int) -> None:
-        """Let a stage run one unit of a kind in a tick, with no more in flight than allowed."""
-        chunks = np.flatnonzero(self.stage_of == stage).tolist()
-        for rows in self.ticks.values():
-            self.model.add_all_different([row[chunk] for row in rows for chunk in chunks])
-        pairs = [(m, chunk) for m in range(self.seed.num_microbatches) for chunk in chunks]
-        if max_in_flight >= len(pairs):
-            return
-        release = self.ticks["W" if "W" in self.ticks else "B"]
-        lives = []
-        for microbatch, chunk in pairs:
-            size = self._variable()
-            start, end = self.ticks["F"][microbatch][chunk], release[microbatch][chunk] + 1
-            lives.append(self.model.new_interval_var(start, size, end, ""))
-        self.model.add_cumulative(lives, [1] * len(lives), max_in_flight)
-
-    def _makespan(self, times: SlotTimes, scale: int) -> cp_model.LinearExpr:
-        """Return the makespan without the head; times are rounded down."""
-        terms = []
-        stops = {}
-        for kind, rows in self.ticks.items():
-            first, last = self._variable(), self._variable()
-            self.model.add_min_equality(first, [v for row in rows for v in row])
-            self.model.add_max_equality(last, [v for row in rows for v in row])
-            terms.append(int(times.slots[kind] * scale + 1e-6) * (last - first + 1))
-            # A stage has all its units of a kind in this span, and the last stage starts later.
-            least = self.seed.num_microbatches * self.seed.num_repeats
-            ring = 0 if kind == "W" else self.seed.num_stages - 1
-            self.model.add(last - first + 1 >= least + ring)
-            stops[kind] = last
-        # Every tick up to the last I or B ends with transfers; those of the last one delay nothing.
-        sends = stops["I" if "I" in stops else "B"]
-        trailing = self.model.new_bool_var("")
-        if "W" in stops:
-            self.model.add(stops["W"] <= sends).only_enforce_if(~trailing)
-        terms.append(int(times.communication * scale + 1e-6) * (sends + trailing))
-        return cp_model.LinearExpr.sum(terms)
-
-    def values(self, value: cp_model.CpSolver) -> Ticks:
-        """Return the tick of every unit of a solution, int [M, G] for each kind."""
-        return {
-            kind: np.array([[value.value(v) for v in row] for row in rows])
-            for kind, rows in self.ticks.items()
-        }
-
-
 def solve_ticks(
     seed: Table,
-    times: SlotTimes,
-    makespan: float,
+    slots: Mapping[str, float],
+    communication: float,
+    least: Mapping[str, int],
     max_in_flight: int,
-    scale: int,
     seconds: float,
-    progress: Progress,
+    report: Report,
 ) -> tuple[Ticks | None, float]:
-    """Return the ticks of the best table found, and a bound that no table can beat.
+    """Return the ticks of the best lockstep table found, and a bound that no table can beat.
 
     Args:
-      seed: a table that fits the memory, with the kinds that `times` names.
-      times: times of the slots.
+      seed: a table that fits the memory, with the kinds of units of `slots`.
+      slots: time of each kind of unit in a tick; the loss is not counted.
+      communication: time of the transfers of a tick.
+      least: ticks from the first unit of each kind to its last, at least.
       max_in_flight: chunks that may be in flight on a stage.
-      scale: the model's units per unit of time.
-      progress: function called with the best makespan and bound so far.
+      seconds: the time limit.
+      report: function called with the makespan of each better table.
     """
-    model = TickModel(seed, times, max_in_flight, scale)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    report = Report(scale, makespan, progress, offset=times.head)
-    solver.best_bound_callback = report.on_bound
-    status = solver.solve(model.model, report)
-    bound = solver.best_objective_bound / scale + times.head
-    is_solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return (model.values(solver) if is_solved else None), bound
+    model, last = _Model(seed.num_ticks), seed.num_chunks - 1
+    kinds, add = (*slots,), model.add
+    back, end = kinds[1], kinds[-1]  # the units that send gradients, and that end a microbatch
+    units = [*product(range(seed.num_microbatches), range(seed.num_chunks))]
+    ticks = {kind: {unit: model.time() for unit in units} for kind in kinds}
+    for kind, unit in product(kinds, units):
+        model.add_hint(ticks[kind][unit], int(seed.ticks[kind][unit]))
+        if unit[0]:
+            add(ticks[kind][unit] >= ticks[kind][unit[0] - 1, unit[1]] + 1)
+    for m, chunk in units:
+        if chunk < last:
+            add(ticks["F"][m, chunk + 1] >= ticks["F"][m, chunk] + 1)
+            add(ticks[back][m, chunk] >= ticks[back][m, chunk + 1] + 1)
+        for before, after in pairwise(kinds) if chunk == last else pairwise(kinds[1:]):
+            add(ticks[after][m, chunk] >= ticks[before][m, chunk])
+    for stage in range(seed.num_stages):
+        of_stage = [unit for unit in units if seed.stage_of_chunk[unit[1]] == stage]
+        for kind in kinds:
+            model.add_all_different([ticks[kind][unit] for unit in of_stage])
+        model.cap([(ticks["F"][u], ticks[end][u] + 1) for u in of_stage], max_in_flight)
+    scale = scale_of([*slots.values(), communication])
+    terms: list[cp_model.LinearExprT] = []
+    stops = {}
+    for kind in kinds:
+        start, stops[kind] = model.time(), model.time()
+        model.add_min_equality(start, ticks[kind].values())
+        model.add_max_equality(stops[kind], ticks[kind].values())
+        span = stops[kind] - start + 1
+        add(span >= least[kind])
+        terms.append(int(slots[kind] * scale + 1e-6) * span)
+    # Every tick up to the last I or B ends with transfers; those of the last one delay nothing.
+    trailing = model.new_bool_var("")
+    if end != back:
+        add(stops[end] <= stops[back]).only_enforce_if(~trailing)
+    terms.append(int(communication * scale + 1e-6) * (stops[back] + trailing))
+    model.minimize(cp_model.LinearExpr.sum(terms))
+    solver, bound = model.solve(seconds, lambda length: report(length / scale))
+    if solver is None:
+        return None, bound / scale
+    shape = seed.num_microbatches, seed.num_chunks
+    found = {
+        kind: np.reshape([solver.value(of[unit]) for unit in units], shape)
+        for kind, of in ticks.items()
+    }
+    return found, bound / scale

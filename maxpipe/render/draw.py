@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -22,7 +23,6 @@ from maxpipe.render.schedule_text import comparison_text, render_terminal
 
 SOLVE = "solve"
 DEFAULT_SECONDS = 60.0
-SECONDS_BETWEEN_LINES = 5.0
 WITHOUT_SOLVER = (
     f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
     "heuristics alone were tried"
@@ -103,15 +103,14 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
 
 
 def _search(task: Task, seconds: float) -> Solution:
-    """Solve a task; print its best makespan and the bound to stderr now and then."""
-    last = -SECONDS_BETWEEN_LINES
+    """Solve a task; print each better makespan to stderr."""
+    begin, best = time.monotonic(), math.inf
 
-    def show(elapsed: float, makespan: float, bound: float) -> None:
-        nonlocal last
-        if elapsed >= last + SECONDS_BETWEEN_LINES:
-            last = elapsed
-            line = f"{elapsed:.0f} s: best makespan {makespan:.6g}, bound {bound:.6g}"
-            print(line, file=sys.stderr, flush=True)
+    def show(makespan: float) -> None:
+        nonlocal best
+        if makespan < best * (1 - 1e-9):
+            best, elapsed = makespan, time.monotonic() - begin
+            print(f"{elapsed:.0f} s: makespan {makespan:.6g}", file=sys.stderr, flush=True)
 
     solution = solve(task, seconds, show)
     if not solution.exact and seconds > 0:
