@@ -169,7 +169,7 @@ def _distribute(config: Config, limit: float, *, by_memory: bool = False) -> lis
     table, times = run_table(config), layer_times(config)
     weight = cache(StageMemory(config, table).bytes)
     ends = np.zeros((table.num_stages, 2))  # time that a stage takes besides its layers
-    ends[table.stage_of_chunk[0], 0] = times.first_layers
+    ends[table.stage_of_chunk[0], 0] = sum(times.first)
     ends[table.stage_of_chunk[-1], 1] = times.head
 
     @cache

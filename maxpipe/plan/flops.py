@@ -16,9 +16,6 @@ from maxpipe.model.parameters import ParamSpec
 from maxpipe.plan.layer_tensors import read_layer
 from maxpipe.plan.layer_trace import model_program, trace_model
 
-# A product's forward, and the gradients for its two operands.
-_PASSES = 3
-
 
 def parameter_count(model: ModelConfig) -> int:
     return model_program(model).parameter_count()
@@ -40,7 +37,7 @@ def active_parameter_count(model: ModelConfig) -> int:
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Return the training FLOPs per token, forward and backward, averaged over a sequence.
+    """Return a resolved model's training FLOPs per token, averaged over a sequence of T tokens.
 
     For a decoder of L layers with H query heads of width D this is 6 N + 6 L H D T, where N counts
     the parameters that are multiplied with a token's activations: the output projection included,
@@ -49,29 +46,18 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     for each of the adapters' parameters. The second term is attention: PaLM's 12 L H D T halved,
     because on average a causal query sees half of the T keys; in layers with a window it sees
     fewer. Packed sequences are counted as if they were one document.
-
-    Args:
-      model: the resolved model, whose `head_dim` is not -1.
-      sequence_length: T, tokens per sequence.
     """
-    passes = _PASSES - bool(model.lora.rank)
+    # A product's forward, and the gradients for its two operands.
+    passes = 3 - bool(model.lora.rank)
     flops = passes * trace_model(model, sequence_length).head_flops
-    flops += model.stacked_layers * _layer_flops(model, sequence_length, passes)
-    if model.first_dense_layers:
-        flops += model.first_dense_layers * _layer_flops(model.dense, sequence_length, passes)
+    kinds = [(model, model.stacked_layers), (model.dense, model.first_dense_layers)]
+    for kind, count in kinds:
+        if count:
+            trace = trace_model(kind, sequence_length)
+            layer = read_layer(trace, lambda spec: (1,) * len(spec.shape))
+            others = layer.activation_flops + adapter_flops(kind)
+            flops += count * (passes * layer.weight_flops + 3 * others)
     return flops
-
-
-def _layer_flops(model: ModelConfig, sequence_length: int, weight_passes: int) -> float:
-    """Return the FLOPs per token of a layer's forward and backward.
-
-    Args:
-      sequence_length: T, tokens per sequence.
-      weight_passes: passes over the products with weights, adapters' excepted.
-    """
-    layer = read_layer(trace_model(model, sequence_length), lambda spec: (1,) * len(spec.shape))
-    flops = weight_passes * layer.weight_flops + _PASSES * layer.activation_flops
-    return flops + _PASSES * adapter_flops(model)
 
 
 def adapter_flops(model: ModelConfig) -> float:

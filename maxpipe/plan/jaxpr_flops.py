@@ -16,22 +16,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from maxpipe.model.experts.exchange import SPARSE_CALL
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
+# Maps how often a conditional is reached to how often it does its work.
 BranchRuns = Callable[[float], float]
 _ATTENTION = "splash_"  # part of the names of splash attention's kernels
 
 
 def every_time(runs: float) -> float:
-    """Return `runs`: a conditional does its work each time that it is reached."""
     return runs
 
 
 def program_flops(jaxpr: ClosedJaxpr, branch_runs: BranchRuns = every_time) -> float:
-    """Return the FLOPs of a program over all devices.
-
-    Args:
-      jaxpr: the whole program, before partitioning.
-      branch_runs: maps how often a conditional is reached to how often it does its work.
-    """
+    """Return the FLOPs over all devices of a program that is not partitioned yet."""
     return _count(jaxpr.jaxpr, 1.0, branch_runs)
 
 
@@ -44,9 +39,8 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name.startswith("ragged_dot"):
         # Each row is multiplied with the matrix of its own group only.
-        return (
-            runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
-        )
+        columns = shaped(eqn.outvars[0]).shape[-1]
+        return runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * columns
     if name == "conv_general_dilated":
         kernel = shaped(eqn.invars[1]).shape
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
@@ -79,8 +73,7 @@ def _count(jaxpr: Jaxpr, runs: float, branch_runs: BranchRuns) -> float:
 
 def _kernel(eqn: JaxprEqn) -> float:
     params = eqn.params
-    estimate = params.get("cost_estimate")
-    if estimate is not None:
+    if (estimate := params.get("cost_estimate")) is not None:
         return float(estimate.flops)
     grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
     visited = _visited_share(eqn) if _ATTENTION in str(params.get("name")) else 1.0
@@ -105,10 +98,8 @@ def _visited_share(eqn: JaxprEqn) -> float:
 
 
 def visible_blocks(rows: int, block: int, key_block: int) -> list[int]:
-    """Return how many blocks of keys each block of queries sees under a causal mask.
+    """Return how many blocks of `key_block` keys each of the `rows` blocks of queries sees.
 
-    Args:
-      rows: number of blocks of queries.
-      block, key_block: tokens of a block of queries, and of a block of keys.
+    The mask is causal, and a block has `block` queries.
     """
     return [math.ceil((row + 1) * block / key_block) for row in range(rows)]

@@ -30,23 +30,13 @@ from maxpipe.plan.footprint import layer_of
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.simulate import Costs
 
-LOCAL = "local"  # kinds of layers in a pattern
-GLOBAL = "global"
-
 
 class FirstLayers(NamedTuple):
-    """Times of all first dense layers together, in units of the forward of one other layer.
+    """Times of all first dense layers together, in units of the forward of one other layer."""
 
-    Attributes:
-      forward, input_gradient, weight_gradient: as in `LayerTimes`.
-    """
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-
-NO_FIRST_LAYERS = FirstLayers(0.0, 0.0, 0.0)
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,18 +56,13 @@ class LayerTimes:
     input_gradient: float
     weight_gradient: float
     head: float
-    extras: tuple[tuple[float, float], ...] = ()
-    first: FirstLayers = NO_FIRST_LAYERS
+    extras: tuple[tuple[float, float], ...]
+    first: FirstLayers
 
     @property
     def layer(self) -> float:
         """Return the time of forward and backward of one layer on average."""
         return 1.0 + self.input_gradient + self.weight_gradient
-
-    @property
-    def first_layers(self) -> float:
-        """Return the time of the first dense layers, forward and backward, in the first chunk."""
-        return sum(self.first)
 
     def of_layers(self, first: int, count: int) -> float:
         """Return the time of forward and backward of some layers, one after another."""
@@ -85,103 +70,75 @@ class LayerTimes:
 
     def costs(self, sizes: Sequence[int], table: Table) -> Costs:
         """Return the costs of a table whose global chunks have so many layers."""
-        layers = np.asarray(sizes, float)
-        assert layers.shape == (table.num_chunks,)
-        forward, input_gradient = self._extras_of_chunks(sizes)
-        forward += layers
-        input_gradient += self.input_gradient * layers
-        weight_gradient = self.weight_gradient * layers
-        for of_chunks, first in zip(
-            (forward, input_gradient, weight_gradient), self.first, strict=True
-        ):
-            of_chunks[0] += first
-        return Costs(
-            forward=forward.tolist(),
-            backward=(input_gradient + weight_gradient).tolist(),
-            input_gradient=input_gradient.tolist(),
-            weight_gradient=weight_gradient.tolist(),
-            head=self.head,
-        )
-
-    def _extras_of_chunks(self, sizes: Sequence[int]) -> np.ndarray:
-        """Return the sums of `extras` of each chunk, float [2, chunks]."""
-        if not self.extras:
-            return np.zeros((2, len(sizes)))
-        assert len(self.extras) == sum(sizes)
-        ends = np.cumsum(sizes)
-        sums = np.concatenate([np.zeros((1, 2)), np.cumsum(self.extras, axis=0)])
-        return (sums[ends] - sums[ends - sizes]).T
+        assert len(sizes) == table.num_chunks
+        # Float [3, chunks]: F, I and W.
+        times = np.outer([1.0, self.input_gradient, self.weight_gradient], sizes)
+        if self.extras:
+            assert len(self.extras) == sum(sizes)
+            sums = np.concatenate([np.zeros((1, 2)), np.cumsum(self.extras, axis=0)])
+            ends = np.cumsum(sizes)
+            times[:2] += (sums[ends] - sums[ends - sizes]).T
+        times[:, 0] += self.first
+        forward, input_gradient, weight_gradient = times.tolist()
+        backward = times[1:].sum(axis=0).tolist()
+        return Costs(forward, backward, input_gradient, weight_gradient, head=self.head)
 
 
 def layer_times(config: Config) -> LayerTimes:
-    forward, input_gradient = _flops(config)
+    forward, input_gradient, weight_gradient = _layer_flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
     # Its forward, and the gradients for its input and for its weight, which adapters freeze.
     passes = 2 if config.model.lora.rank else 3
+    # In one program all stages share the first dense layers.
+    is_shared = ENGINES[config.pipeline.engine].one_program
     return LayerTimes(
         input_gradient=input_gradient / forward,
-        weight_gradient=_weight_gradient_flops(config) / forward,
+        weight_gradient=weight_gradient / forward,
         head=passes * head / forward,
         extras=_extras(config),
-        first=_of_first_chunk(config),
+        first=FirstLayers() if is_shared else first_layers(config),
     )
-
-
-def _of_first_chunk(config: Config) -> FirstLayers:
-    """Return `LayerTimes.first`: in one program all stages share the first dense layers."""
-    is_shared = ENGINES[config.pipeline.engine].one_program
-    return NO_FIRST_LAYERS if is_shared else first_layers(config)
 
 
 def first_layers(config: Config) -> FirstLayers:
     """Compute the times of the first dense layers of a resolved configuration."""
-    first = config.model.first_dense_layers
-    if not first:
-        return NO_FIRST_LAYERS
-    layer = layer_of(with_dense_layers(config))
-    policy, again = remat_policy(config.pipeline), 0.0
-    if not policy.everything:  # each of them is computed again by itself
-        again = layer.recomputed_flops((*policy.device, *policy.host))
-    unit = _flops(config)[0] / first
-    adapters = adapter_flops(config.model.dense)
-    return FirstLayers(
-        (layer.weight_flops + layer.activation_flops + adapters) / unit,
-        (layer.weight_flops + 2 * layer.activation_flops + again + adapters) / unit,
-        _weight_gradient_flops(with_dense_layers(config)) / unit,
-    )
+    if not config.model.first_dense_layers:
+        return FirstLayers()
+    unit = _layer_flops(config)[0] / config.model.first_dense_layers
+    # Each of them is computed again by itself.
+    return FirstLayers(*(flops / unit for flops in _flops(with_dense_layers(config), 1)))
 
 
-def _flops(config: Config) -> tuple[float, float]:
-    """Return the FLOPs per token of a layer's forward and of its input gradient, on average."""
+def _layer_flops(config: Config) -> tuple[float, float, float]:
+    """Return `_flops` of a layer of the pipeline, see `pipeline.chunk`."""
+    return _flops(config, config.pipeline.remat_iterations + config.pipeline.remat_layers)
+
+
+def _flops(config: Config, recomputations: int) -> tuple[float, float, float]:
+    """Return the FLOPs per token of a layer's forward, input gradient and weight gradients.
+
+    The first two are averages over layers; only adapters have weight gradients if there are any.
+    """
     layer, adapters = layer_of(config), adapter_flops(config.model)
-    input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
-    return layer.weight_flops + layer.activation_flops + adapters, input_gradient + adapters
-
-
-def _weight_gradient_flops(config: Config) -> float:
-    """Return the FLOPs per token of a layer's weight gradients; only of adapters' if it has any."""
-    return adapter_flops(config.model) or layer_of(config).weight_flops
+    policy, again = remat_policy(config.pipeline), 0.0
+    if not policy.everything:
+        again = recomputations * layer.recomputed_flops((*policy.device, *policy.host))
+    return (
+        layer.weight_flops + layer.activation_flops + adapters,
+        layer.weight_flops + 2 * layer.activation_flops + again + adapters,
+        adapters or layer.weight_flops,
+    )
 
 
 def _extras(config: Config) -> tuple[tuple[float, float], ...]:
     """Return `LayerTimes.extras`: attention of a layer with a window takes less."""
-    kinds = [LOCAL if is_local(kind) else GLOBAL for kind in config.model.layer_kinds]
+    kinds = ["local" if is_local(kind) else "global" for kind in config.model.layer_kinds]
     if len({*kinds}) == 1:
         return ()
-    forward, input_gradient = _flops(config)
+    forward, input_gradient, _ = _layer_flops(config)
     extras = {}
     for kind in {*kinds}:
-        of_kind = _flops(update(config, {"model.layer_pattern": [kind]}))
+        of_kind = _layer_flops(update(config, {"model.layer_pattern": [kind]}))
         extras[kind] = (of_kind[0] - forward) / forward, (of_kind[1] - input_gradient) / forward
     after_dense = kinds[config.model.first_dense_layers :]
     return tuple(extras[after_dense[i]] for i in layers_in_chunks(config))
-
-
-def _recomputed_flops(config: Config) -> float:
-    """Return the FLOPs per token that a layer's backward recomputes, see `pipeline.chunk`."""
-    pipeline = config.pipeline
-    policy = remat_policy(pipeline)
-    if policy.everything:
-        return 0.0
-    passes = pipeline.remat_iterations + pipeline.remat_layers
-    return passes * layer_of(config).recomputed_flops((*policy.device, *policy.host))

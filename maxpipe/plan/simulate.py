@@ -29,32 +29,25 @@ class Costs:
     """The times that a simulation uses, all in the same unit of time.
 
     The time of an F, B, I or W is one number, or one for each stage, or one for each global chunk.
-
-    Attributes:
-      forward, backward, input_gradient, weight_gradient: time of an F, B, I, W.
-      communication: time of one transfer between neighbouring stages.
-      head: time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over
-        all stages, inside the tick; free-running runs it on the last stage, after the last chunk's
-        F.
-      collectives: fraction of the time of F and B (or I) that is collectives within a stage. With
-        `slack`, one slot's collectives run during the other's computation.
-      activation_bytes: bytes of one transfer.
     """
 
     forward: PerStage = 1.0
     backward: PerStage = 2.0
     input_gradient: PerStage = 1.0
     weight_gradient: PerStage = 1.0
-    communication: float = 0.0
+    communication: float = 0.0  # of one transfer between neighbouring stages
+    # Time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over all
+    # stages, inside the tick; free-running runs it on the last stage, after the last chunk's F.
     head: float = 0.0
+    # Fraction of the time of F and B (or I) that is collectives within a stage. With `slack`, one
+    # slot's collectives run during the other's computation.
     collectives: float = 0.0
-    activation_bytes: float = 1.0
+    activation_bytes: float = 1.0  # of one transfer
 
     def of(self, kind: str, num_stages: int) -> np.ndarray:
         """Return the time of a unit of a kind on each stage, float [S].
 
-        Raises:
-          ValueError: there are not as many numbers as stages, or one is negative.
+        Raises ValueError if there are not as many numbers as stages, or one is negative.
         """
         key = COST_FIELDS[kind]
         cost = np.asarray(getattr(self, key), float)
@@ -67,21 +60,13 @@ class Costs:
         return np.broadcast_to(cost, num_stages)
 
     def of_chunks(self, kind: str, table: Table) -> np.ndarray:
-        """Return the time of a unit of a kind of each global chunk, float [G].
-
-        Raises:
-          ValueError: there are neither as many numbers as stages nor as chunks, or one is negative.
-        """
+        """Return the time of a unit of a kind of each global chunk, float [G], or ValueError."""
         if np.shape(getattr(self, COST_FIELDS[kind])) == (table.num_chunks,):
             return self.of(kind, table.num_chunks)
         return self.of(kind, table.num_stages)[table.stage_of_chunk]
 
     def unit_times(self, num_stages: int, num_repeats: int, placement: str) -> UnitTimes:
-        """Return the times of units in the form that orders take, without `collectives`.
-
-        Raises:
-          ValueError: there are not as many numbers as stages, or one is negative.
-        """
+        """Return the times of units in the form that orders take, without `collectives`."""
         stage_of = stages_of_chunks(num_stages, num_repeats, placement)
         forward, backward, input_gradient, weight_gradient = (
             tuple(self.of(kind, num_stages)[stage_of].tolist()) for kind in "FBIW"
@@ -93,32 +78,20 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A simulated step; S stages, M microbatches, G global chunks.
-
-    Attributes:
-      start, end: for each kind, float [M, G]: when each unit runs; NaN if it does not.
-      head_start, head_end: float [M]: when the loss of each microbatch is computed.
-      makespan: time from the first unit to the end of the last.
-      work: float [S], time that each stage computes, its part of the head included.
-      last_end: float [S], when each stage's last unit ends.
-      span: float [S], time from a stage's first unit to its last; lockstep: the makespan.
-      peak_in_flight: int [S], most chunks whose F has started and whose B (or W) has not ended.
-      peak_stash: int [S], most chunks whose I has started and whose W has not ended.
-      bytes_sent: float [S], activations and gradients sent to other stages.
-    """
+    """A simulated step; S stages, M microbatches, G global chunks."""
 
     table: Table
-    start: Mapping[str, np.ndarray]
+    start: Mapping[str, np.ndarray]  # for each kind, float [M, G]; NaN where there is no unit
     end: Mapping[str, np.ndarray]
-    head_start: np.ndarray
+    head_start: np.ndarray  # float [M], when the loss of each microbatch is computed
     head_end: np.ndarray
-    makespan: float
-    work: np.ndarray
-    last_end: np.ndarray
-    span: np.ndarray
-    peak_in_flight: np.ndarray = field(init=False)
-    peak_stash: np.ndarray = field(init=False)
-    bytes_sent: np.ndarray
+    makespan: float  # time from the first unit to the end of the last
+    work: np.ndarray  # float [S], time that each stage computes, its part of the head included
+    last_end: np.ndarray  # float [S], when each stage's last unit ends
+    span: np.ndarray  # float [S], from a stage's first unit to its last; lockstep: the makespan
+    peak_in_flight: np.ndarray = field(init=False)  # int [S], most chunks between F and B (or W)
+    peak_stash: np.ndarray = field(init=False)  # int [S], most chunks between I and W
+    bytes_sent: np.ndarray  # float [S], activations and gradients sent to other stages
 
     def __post_init__(self) -> None:
         stages = range(self.table.num_stages)
