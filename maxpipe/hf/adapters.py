@@ -15,7 +15,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, is_text_a_part
 from maxpipe.config.model_places import SCHEME, folder_of, is_directory, is_url
 from maxpipe.config.sections import Config
-from maxpipe.config.sections.model_parts import ATTENTION_PROJECTIONS, LoRAConfig
+from maxpipe.config.sections.model_parts import LoRAConfig
 from maxpipe.hf.family import Family
 from maxpipe.hf.origin import read_kept
 from maxpipe.hf.safetensors import write_file
@@ -84,13 +84,9 @@ def export_adapter(
     """Write a step's adapters into a new folder that PEFT's `PeftModel.from_pretrained` reads, and
     return the names of all files.
 
-    The folder appears under its name when it is complete; `family` is the model type of the base,
-    and `origin` the imported folder, from `maxpipe.hf.origin.origin_of`.
-
-    Raises:
-      ConfigError: the target exists, the run has no adapters, or PEFT has no form for them.
-      OSError: a file cannot be written; no part of the target is left.
-      CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+    `family` is the model type of the base, and `origin` the imported folder, from `origin_of`.
+    Raises ConfigError if the run has no adapters, or PEFT has no form for them; other errors are
+    those of `maxpipe.hf.exporter.export`.
     """
     model = config.model
     if not model.lora.rank:
@@ -101,8 +97,7 @@ def export_adapter(
     if model.first_dense_layers and mlp_only:
         message = (
             f"the first dense layers have adapters of {', '.join(mlp_only)}, which PEFT takes for "
-            "those of experts; use --hf, which merges them, or train with model.lora.targets of "
-            f"attention alone, {', '.join(ATTENTION_PROJECTIONS)}"
+            "those of experts; use --hf, which merges them"
         )
         raise ConfigError(Problem(FLAG, message))
     rules = [

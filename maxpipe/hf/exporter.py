@@ -1,4 +1,5 @@
-"""Write a checkpoint as a Hugging Face folder: weights, config.json, tokenizer, model card.
+"""Write a checkpoint as a Hugging Face folder: weights, config.json, tokenizer, model card; or its
+parameters as one file, under maxpipe's own names.
 
 One leaf of the checkpoint is read at a time, and each tensor is written at its place in its file,
 so no more than the largest leaf is in memory.
@@ -6,20 +7,21 @@ so no more than the largest leaf is in memory.
 
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from maxpipe.checkpoint.average import ParameterReader
-from maxpipe.checkpoint.record import Record
+from maxpipe.checkpoint.record import PARAMS, Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
 from maxpipe.data.chat_template import put_chat_template
 from maxpipe.data.tokenizers import CHAT_TEMPLATE, Tokenizer, main_file
-from maxpipe.hf.adapters import MergedParameters
+from maxpipe.hf.adapters import MergedParameters, is_of_adapter
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
@@ -32,9 +34,11 @@ from maxpipe.hf.origin import (
     read_kept,
     special_ids,
 )
-from maxpipe.hf.tensors import tensor_rules
+from maxpipe.hf.safetensors import header
+from maxpipe.hf.tensors import is_selection_bias, spec_leaves, tensor_rules
 from maxpipe.hf.weight_files import new_folder, plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
+from maxpipe.storage.local_files import write_atomically
 
 _CODE = "auto_map"  # names Python files, which are not exported
 
@@ -53,7 +57,6 @@ def export(
     tokenizer: Tokenizer | None,
     turn_ends: Set[int],
     version: str,
-    history: Sequence[Path] = (),
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base; return
     the names of all files.
@@ -67,8 +70,7 @@ def export(
       companions, tokenizer: what the run was trained with, the tokenizer None if it is not known.
       origin: imported folder, from `maxpipe.hf.origin.origin_of`; its other files are kept.
       turn_ends: ids of tokens that end a turn of the assistant in the run's conversations.
-      version, history: version of maxpipe that wrote the checkpoint, and the run's
-        `config_history`, for the model card.
+      version: version of maxpipe that wrote the checkpoint.
 
     Raises:
       ConfigError: the target exists, or a file that the run keeps cannot be read.
@@ -96,10 +98,44 @@ def export(
             size=sum(math.prod(e.shape) for file in files for e in file.entries.values()),
             version=version,
             has_tokenizer=any(unfinished.glob("tokenizer*")),
-            history=history,
         )
         (unfinished / CARD).write_text(card, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
+
+
+def export_file(reader: ParameterReader, config: Config, target: Path, dtype: str) -> int:
+    """Write all parameters into one file, adapters merged into the base, and return the number of
+    tensors. Any model can be written this way, and read without maxpipe or transformers.
+
+    Layer parameters are [num_layers, ...], in model order. The file's metadata has the step, the
+    steps of a mean, and the model's configuration as JSON. The file appears under its name when it
+    is complete; expert selection biases are float32 in any `dtype`. Errors are those of `export`.
+    """
+    if target.exists():
+        raise ConfigError(Problem("--safetensors", f"{target} exists; name a new file"))
+    kind, prefix = jnp.dtype(dtype), f"{PARAMS}."
+    leaves = {
+        name.removeprefix(prefix): leaf
+        for name, leaf in reader.leaves.items()
+        if not is_of_adapter(name)
+    }
+    specs = spec_leaves(ModelProgram(config.model.base).specs)
+    own = {".".join(path): spec.dtype for path, spec in specs if is_selection_bias(spec)}
+    dtypes = {name: own.get(name, kind) for name in leaves}
+    entries = [(name, dtypes[name], leaf.shape) for name, leaf in leaves.items()]
+    model = {"step": reader.steps[-1], "model": asdict(config.model.base)}
+    if len(reader.steps) > 1:
+        model["mean_of_steps"] = reader.steps
+    parameters = MergedParameters(reader, config.model.lora)
+
+    def pieces() -> Iterator[bytes]:
+        yield header(entries, {"maxpipe": json.dumps(model)})[0]
+        for name in leaves:
+            yield parameters.read(tuple(name.split("."))).astype(dtypes[name]).tobytes()
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, pieces())
+    return len(leaves)
 
 
 def _write_configs(

@@ -81,10 +81,7 @@ class Family:
         rope = read_rope(c, theta=self.theta, theta_local=self.theta_local)
         if rope["rope_fraction"] != 1 and not self.rotates_part:
             share = rope["rope_fraction"]
-            raise ValueError(
-                f"partial_rotary_factor={share} is not supported: models of this type rotate all "
-                "channels"
-            )
+            raise ValueError(f"partial_rotary_factor={share}: this type rotates all channels")
         values = {
             **SHAPE_DEFAULTS,
             **{ours: c[theirs] for ours, theirs in _SIZES.items()},
@@ -174,9 +171,7 @@ def listed_kinds(c: Json) -> list[str] | None:
     if not types:
         return None
     if unknown := {*types} - _KINDS.keys():
-        raise ValueError(
-            f"layer_types has {', '.join(sorted(unknown))}, for which there is no option"
-        )
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which is no option")
     return [_KINDS[kind] for kind in types]
 
 
@@ -232,7 +227,7 @@ def choose_family(config: Config, model_type: str, origin: Path | None) -> Famil
     if not names or names[0] not in of_block:
         message = (
             f"{config.model.block} is no block of {only or 'transformers'}: its entry in the "
-            "catalogue has other model_types or none; --safetensors writes its weights as they are"
+            "catalogue has other model_types or none; use --safetensors"
         )
         raise ConfigError(Problem("model.block", message))
     refusals = []

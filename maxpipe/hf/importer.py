@@ -42,12 +42,9 @@ KEY = "init_from"
 class HfWeights:
     """The weights of the folder `init_from`, whose names and shapes were checked against the model.
 
-    Attributes:
-      ignored: names of tensors that the model does not use.
-      num_bytes, num_elements: total size of all other tensors.
-
-    Raises:
-      ConfigError: tensors are missing, unknown, of another shape, or damaged; names all of them.
+    `ignored` are names of tensors that the model does not use, `num_bytes` and `num_elements` the
+    total size of all others. Raises ConfigError, with all their names, if tensors are missing,
+    unknown, of another shape, or damaged.
     """
 
     def __init__(self, config: Config):
@@ -67,7 +64,7 @@ class HfWeights:
             is_whole = any(str(tensor.file).endswith(f"/{WEIGHTS}") for tensor in tensors.values())
             self._skips_index = is_whole and INDEX in folder.names()
         except SafetensorsError as error:
-            raise ConfigError(*(Problem(KEY, line) for line in error.problems)) from None
+            raise ConfigError(*(Problem(KEY, line) for line in error.args)) from None
         except OSError as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
@@ -132,10 +129,7 @@ class HfWeights:
         dtype: np.dtype,
         advance: Callable[[float], None],
     ) -> list[jax.Array]:
-        """Return each device's shard of a parameter of layers.
-
-        Large ones are assembled on the devices, layer by layer.
-        """
+        """Return each device's shard, large ones assembled on the devices, layer by layer."""
         size = sum(math.prod(shape_of(region)) for region in {*regions.values()}) * dtype.itemsize
         if size <= self._largest:
             shards = {region: np.empty(shape_of(region), dtype) for region in regions.values()}
@@ -187,10 +181,7 @@ class HfWeights:
     def _read_matrix(
         self, name: str, rule: Rule, regions: Set[Region], dtype: np.dtype
     ) -> dict[Region, np.ndarray]:
-        """Return regions of the parameter that one tensor holds.
-
-        Rows that the file lacks because the vocabulary is padded are zero.
-        """
+        """Return regions of the parameter that one tensor holds, with zeros for padding."""
         tensor = self._tensors[name]
         parts = {region: np.zeros(shape_of(region), dtype) for region in regions}
         axis, rows = rule.row_axis, rule.rows_of_slice

@@ -64,9 +64,8 @@ def is_ignored(name: str, num_layers: int, tied: bool) -> bool:
 
 
 def has_own_head(tensors: Mapping[str, WeightTensor]) -> bool:
-    """Return whether the output projection in files is another matrix than the embedding table.
-
-    transformers 5 does not tie the two then, whatever config.json says.
+    """Return whether the output projection in files is another matrix than the embedding table;
+    then transformers 5 does not tie the two, whatever config.json says.
     """
     head, table = tensors.get(HEAD), tensors.get("model.embed_tokens.weight")
     if head is None or table is None or head.shape != table.shape or len(head.shape) != 2:

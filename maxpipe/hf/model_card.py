@@ -1,10 +1,6 @@
 """Write the model card of an export: what the model is, and what the run says about itself."""
 
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-
-import yaml
 
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.checkpoint.record import Record
@@ -46,7 +42,6 @@ def model_card(
     size: int,
     version: str,
     has_tokenizer: bool,
-    history: Sequence[Path] = (),
 ) -> str:
     """Return a card in Markdown; paths of the run stay out of it.
 
@@ -55,19 +50,17 @@ def model_card(
       size: number of parameters.
       version: version of maxpipe that wrote the checkpoint; empty if the record does not say.
       has_tokenizer: whether transformers finds a tokenizer next to the card.
-      history: the run's `config_history`.
     """
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
     start = "imported weights" if config.init_from else "random weights"
     start = "the weights of another run" if run_of(config.init_from) else start
-    rates = _rates(config, history, record.step)
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
         "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
         "data": describe_sources(config.data),
-        "optimizer": f"{config.optimizer.name}, learning rate {rates}",
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
         "seed": config.seed,
     }
     loss = record.meta.get(EVAL_LOSS)
@@ -86,16 +79,3 @@ def model_card(
         version=f" {version}" if version else "",
         rows="\n".join(f"| {name} | {fact} |" for name, fact in facts.items()),
     )
-
-
-def _rates(config: Config, history: Sequence[Path], last_step: int) -> str:
-    """Return the peak learning rates of all starts up to a step, such as "0.003 to step 120"."""
-    start, text, latest = last_step, "", f"{config.optimizer.learning_rate:g}"
-    for file in sorted(history, reverse=True):  # NUMBER-step-STEP.yml
-        with suppress(OSError, yaml.YAMLError, LookupError, TypeError, ValueError):  # another's
-            settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-            rate = f"{float(settings['optimizer']['learning_rate']):g}"
-            if rate != latest and start < last_step:
-                text, latest = f"{rate} to step {start}, {text}", rate
-            start = int(file.stem.rpartition("-")[2])
-    return f"{text}{config.optimizer.learning_rate:g}"

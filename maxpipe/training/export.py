@@ -19,10 +19,9 @@ from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
 from maxpipe.generate.chat import end_of_turn, find_chat_template
 from maxpipe.generate.text import find_tokenizer
 from maxpipe.hf.adapters import export_adapter
-from maxpipe.hf.exporter import export
+from maxpipe.hf.exporter import export, export_file
 from maxpipe.hf.family import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
-from maxpipe.hf.single_file import export_file
 from maxpipe.training.resuming import VERSIONS
 
 DONE, NOT_READ = 0, 1  # exit codes
@@ -64,11 +63,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                 print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
                 return DONE
             tokenizer = _tokenizer_of(config, record, store)
-            with (
-                store.local_files("config_history") as history,
-                open_parameters(store, steps) as reader,
-                _writing("--hf", target),
-            ):
+            with open_parameters(store, steps) as reader, _writing("--hf", target):
                 names = export(
                     reader,
                     record,
@@ -82,7 +77,6 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     tokenizer=tokenizer,
                     turn_ends=_turn_ends(config, tokenizer, store),
                     version=str((record.meta.get(VERSIONS) or {}).get("maxpipe", "")),
-                    history=history,
                 )
     except OSError as error:
         raise ConfigError(Problem(RUN_DIR, f"cannot read files of {store}: {error}")) from None

@@ -43,36 +43,20 @@ def test_tensors_that_are_written_are_read_back_also_by_the_library(tmp_path):
         np.testing.assert_array_equal(actual, floats[name])
 
 
-def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path):
+def test_file_that_is_damaged_or_cut_off_is_refused_by_its_name(tmp_path):
     path = write(tmp_path / "x.safetensors")
     content = path.read_bytes()
-    for size in (3, 8, 40, -1):
-        path.write_bytes(content[:size])
-        with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
-            read_header(LocalFile(path))
-
-
-def test_header_that_is_damaged_is_refused(tmp_path):
-    path = tmp_path / "x.safetensors"
-    entries = [
-        ([2], [0, 4]),
-        ([1], [8, 4]),
-        ("x", [0, 4]),
-        ([-1, -1], [0, 4]),
-        ([float("inf")], [0, 4]),
-        ([1], []),
-        ([1], [0]),
-        ([1], [0, 4, 8]),
-        ([1], [0, "4"]),
-    ]
-    contents = [
-        {"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}
+    entries = [([2], [0, 4]), ([1], [8, 4]), ("x", [0, 4]), ([1], [0]), ([1], [0, "4"])]
+    headers = [
+        json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
         for shape, offsets in entries
     ]
-    headers = [json.dumps(content).encode() for content in contents]
-    for header in (b"{", b"[]", b'{"a": 1}', b"[" * 100_000, *headers):
-        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-        with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
+    for damaged in (
+        *(content[:size] for size in (3, 8, 40, -1)),
+        *(struct.pack("<Q", len(h)) + h + bytes(8) for h in (b"{", b"[]", b'{"a": 1}', *headers)),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(SafetensorsError, match=r"x\.safetensors is damaged or cut off"):
             read_header(LocalFile(path))
 
 
@@ -103,36 +87,20 @@ def test_index_says_which_file_counts_if_several_have_a_tensor(tmp_path):
 
 def test_folder_that_does_not_say_what_to_read_is_refused(tmp_path):
     def refused(message):
-        with pytest.raises(SafetensorsError, match=message) as error:
+        with pytest.raises(SafetensorsError, match=message):
             read_folder(LocalFolder(tmp_path))
-        assert len(str(error.value)) < len(str(tmp_path)) + 250
 
     (tmp_path / "pytorch_model.bin").touch()
     refused(r"save_pretrained\(safe_serialization=True\)")
     for name in ("one", "two"):
         write(tmp_path / f"{name}.safetensors", {"a": C, name: C})
-    refused(r"a in each of one\.\S* and two\.\S*")
+    refused(r"a is in \S*one\.safetensors and \S*two\.safetensors")
     (tmp_path / "two.safetensors").unlink()
     write_index(tmp_path, a="one.safetensors", b="two.safetensors")
     refused(r"lacks two\.safetensors")
     write_index(tmp_path, b="one.safetensors")
-    refused("b of the index are in no file")
-    for name in ("../x", "a/../../x", "/etc/x"):
-        write_index(tmp_path, a=name)
-        refused("names")
-    for damaged in ("{}", "[" * 100_000):
-        (tmp_path / INDEX).write_text(damaged)
-        refused("is damaged")
-
-
-def test_every_file_that_is_damaged_is_named(tmp_path):
-    for name in ("one", "two", "three"):
-        write(tmp_path / f"{name}.safetensors", {name: C})
-    (tmp_path / "one.safetensors").write_bytes(b"x")
-    (tmp_path / "two.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
-    with pytest.raises(SafetensorsError) as caught:
-        read_folder(LocalFolder(tmp_path))
-    one, two = caught.value.problems
-    assert one == f"{tmp_path}/one.safetensors is no safetensors file, or it is cut off"
-    assert two.startswith(f"{tmp_path}/two.safetensors has a damaged header: ")
-    assert str(caught.value) == f"{one}; {two}"
+    (tmp_path / INDEX).write_text("{}")
+    refused("is damaged")
+    write_index(tmp_path, b="one.safetensors")
+    write(tmp_path / "one.safetensors", {"a": C})
+    refused("1 tensors of the index are in no file: b")
