@@ -263,7 +263,7 @@ MISTAKES = {
     "base --topology H100:64": "give 1 to 8 GPUs of one host",
     "base --topology cpu:eight": "give 1 to 1024 simulated devices, such as cpu:8",
     "base --topology cpu mesh.simulated_devices=8": None,
-    "base --topology v5e": "has no grid; give one, such as v5e:2x4; --smallest finds",
+    "base --topology v5e": "is neither cpu nor a chip and its grid",
     "base --topology v6e --smallest": None,
     "base --topology H100 --smallest": "--smallest is for TPUs",
     "base --smallest compile.topology=v5p:2x2x1": "compile.topology (command line): ",

@@ -34,18 +34,16 @@ _WEIGHTS, _TOKENIZER, _TEMPLATE = "init_from", "data.tokenizer", "data.chat_temp
 _TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 
 
-class Chosen(NamedTuple):
+class _Chosen(NamedTuple):
     """The values that are set, by key, and where each comes from."""
 
     values: dict[str, Any]
     sources: dict[str, str]
 
     def text(self, key: str) -> str:
-        """Return the value of a key of texts, or its default."""
         return str(self.values.get(key, OPTIONS[key].default))
 
     def set(self, key: str, value: object, source: str) -> None:
-        """Give a key a value."""
         self.values[key], self.sources[key] = value, source
 
     def stands(self, key: str, named_by: str) -> bool:
@@ -57,23 +55,19 @@ class Chosen(NamedTuple):
     def take(self, shape: from_hf.Shape, named_by: str) -> list[Problem]:
         """Set the keys of a shape, whose place another key names; files have weaker ones.
 
-        Returns:
-          Problems of those that the command line contradicts.
+        Those that the command line contradicts are problems.
         """
         problems = []
         for key, value in shape.values.items():
             own = self.values.get(key, value)
             is_flag = key in self.values and self.sources.get(key) == COMMAND_LINE
             # The file that names the folder may give the vocabulary more rows, too.
-            is_rows = key == from_hf.VOCABULARY
-            if (is_rows and self.stands(key, named_by) and own > value) or (
-                key == from_hf.TIED and is_flag and value
-            ):
+            has_more_rows = key == from_hf.VOCABULARY and self.stands(key, named_by) and own > value
+            if has_more_rows or (key == from_hf.TIED and is_flag and value):
                 continue
             is_derived = OPTIONS[key].bounds.derived and own == -1
             if is_flag and own != value and not is_derived:
-                remedy = "only more rows are possible, as padding; " if is_rows else ""
-                message = f"is {own}, but {shape.source} says {value}; {remedy}leave the key out"
+                message = f"is {own}, but {shape.source} says {value}; leave the key out"
                 problems.append(Problem(key, message, COMMAND_LINE))
             self.set(key, value, shape.source)
         return problems
@@ -82,22 +76,18 @@ class Chosen(NamedTuple):
 def apply(
     values: Mapping[str, object], sources: Mapping[str, str]
 ) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
-    """Add what the base model decides to the values that are set.
+    """Add what the base model decides to the values that are set, and their sources.
 
     A key on the command line, or in the file that sets `base_model`, may only agree with the base.
     Keys in other files are overridden, except for the tokenizer: a run that starts compares it with
     the base's.
-
-    Returns:
-      (values, sources, problems): the first two with the keys added.
     """
-    chosen, problems = Chosen({**values}, {**sources}), list[Problem]()
+    chosen, problems = _Chosen({**values}, {**sources}), list[Problem]()
     base = chosen.text(KEY)
     try:
         for key, value in (_places(base) if base else {}).items():
             if chosen.stands(key, KEY) and chosen.values[key] != value:
-                own = chosen.values[key]
-                message = f"is {own!r}, but {KEY}={base} sets it: leave one of them out"
+                message = f"is {chosen.values[key]!r}, but {KEY}={base} sets it: leave one out"
                 raise ConfigError(Problem(key, message, chosen.sources[key]))
             chosen.set(key, value, base)
         if run := run_of(base):
@@ -151,11 +141,10 @@ def base_tokenizer(init_from: str, folder: str) -> str:
 
 
 def _places(base: str) -> dict[str, object]:
-    """Return the keys that say where weights and shape are."""
     if run_of(base):
         return {_WEIGHTS: base, from_hf.KEY: ""}
     if base == SCHEME or not (is_url(base) or base.startswith(SCHEME)):
-        message = f"{base!r} has none of the forms hf:DIR, hf:org/name, run:DIR, s3://..., gs://..."
+        message = f"{base!r} has none of the forms hf:DIR, hf:org/name, run:DIR, s3://, gs://"
         raise ConfigError(Problem(KEY, message))
     return {_WEIGHTS: base, from_hf.KEY: base}
 
@@ -170,7 +159,7 @@ def _shape_of(run: str) -> from_hf.Shape:
     return from_hf.Shape("", {key: settings.get(key, shape[key]) for key in shape}, file)
 
 
-def _untie(chosen: Chosen, shape: from_hf.Shape) -> None:
+def _untie(chosen: _Chosen, shape: from_hf.Shape) -> None:
     """Let the head be a matrix of its own if local files have another one, as in transformers 5.
 
     A run that has begun keeps what it began with.
@@ -183,14 +172,13 @@ def _untie(chosen: Chosen, shape: from_hf.Shape) -> None:
     shape.values[tied] = is_tied
 
 
-def _settings_of_begun(chosen: Chosen) -> Mapping[str, object]:
-    """Return the settings of the run itself if it has checkpoints."""
+def _settings_of_begun(chosen: _Chosen) -> Mapping[str, object]:
     own = Path(chosen.text("output_dir"), chosen.text("run_name"))
     is_begun = next(own.glob("checkpoints/[0-9]*"), None) is not None
     return _settings_of(str(own)) if is_begun else {}
 
 
-def _take_tokenizer(chosen: Chosen) -> None:
+def _take_tokenizer(chosen: _Chosen) -> None:
     """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
     init_from, folder = chosen.text(_WEIGHTS), chosen.text(from_hf.KEY)
     if not (init_from or folder) or not _needs_tokenizer(chosen.values):
@@ -201,11 +189,10 @@ def _take_tokenizer(chosen: Chosen) -> None:
 
 
 def _needs_tokenizer(values: Mapping[str, object]) -> bool:
-    """Return whether text is read with a tokenizer that no key names."""
     return _TOKENIZER not in values and any(s.needs_tokenizer for s in _sources(values))
 
 
-def _take_template(base: str, chosen: Chosen) -> None:
+def _take_template(base: str, chosen: _Chosen) -> None:
     """Set the base's chat template, if it has one, for conversations in its tokenizer."""
     is_chat = any(source.is_chat for source in _sources(chosen.values))
     if not is_chat or chosen.values.get(_TOKENIZER) != base_tokenizer(base, ""):
@@ -223,7 +210,6 @@ def _take_template(base: str, chosen: Chosen) -> None:
 
 
 def _sources(values: Mapping[str, object]) -> Iterator[DataSource]:
-    """Yield the known sources that are read."""
     mixture = values.get("data.mixture")
     entries = mixture if isinstance(mixture, list) else []
     names = [entry.get("source") for entry in entries if isinstance(entry, Mapping)]
@@ -233,7 +219,6 @@ def _sources(values: Mapping[str, object]) -> Iterator[DataSource]:
 
 
 def _root(run: str) -> Path:
-    """Return the directory of a run that is named by it, or by the `checkpoints` in it."""
     return Path(run).parent if Path(run).name == "checkpoints" else Path(run)
 
 

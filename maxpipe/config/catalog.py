@@ -12,27 +12,11 @@ entry point of the group `maxpipe.variants`, imports before the configuration is
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from maxpipe.config.engine_facts import ENGINES as ENGINES
-from maxpipe.config.engine_facts import Engine as Engine
-from maxpipe.config.engine_facts import Refusal as Refusal
-from maxpipe.config.model_facts import BLOCKS as BLOCKS
-from maxpipe.config.model_facts import DISPATCHES as DISPATCHES
-from maxpipe.config.model_facts import GROUPED_KERNELS as GROUPED_KERNELS
-from maxpipe.config.model_facts import KERNELS as KERNELS
-from maxpipe.config.model_facts import MODEL_PLACES as MODEL_PLACES
-from maxpipe.config.model_facts import MODEL_TYPES as MODEL_TYPES
-from maxpipe.config.model_facts import ROUTERS as ROUTERS
-from maxpipe.config.model_facts import WEIGHT_FORMATS as WEIGHT_FORMATS
-from maxpipe.config.model_facts import AttentionKernel as AttentionKernel
-from maxpipe.config.model_facts import Block as Block
-from maxpipe.config.model_facts import Dispatch as Dispatch
-from maxpipe.config.model_facts import GroupedKernel as GroupedKernel
-from maxpipe.config.model_facts import ModelPlace as ModelPlace
-from maxpipe.config.model_facts import ModelType as ModelType
-from maxpipe.config.model_facts import Router as Router
+from maxpipe.config.engine_facts import *  # noqa: F403
+from maxpipe.config.model_facts import *  # noqa: F403
 from maxpipe.config.model_facts import Variant
-from maxpipe.config.model_facts import WeightFormat as WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,102 +52,81 @@ class Schedule(Variant):
         return self.repeats or num_repeats
 
 
-_SCHEDULES = "maxpipe.pipeline.schedules."
+def _lockstep(function: str, summary: str, **facts: Any) -> Schedule:
+    place, engines = f"maxpipe.pipeline.schedules.lockstep:{function}", ("scheduled",)
+    return Schedule(
+        place, summary, engines=engines, repeats=None, delays=True, overlaps=True, **facts
+    )
+
+
+def _mpmd(place: str, summary: str, **facts: Any) -> Schedule:
+    return Schedule(f"maxpipe.pipeline.schedules.{place}", summary, engines=("mpmd",), **facts)
+
+
+def _split(place: str, summary: str, **facts: Any) -> Schedule:
+    return _mpmd(place, summary, splits_backward=True, **facts)
+
+
 SCHEDULES: dict[str, Schedule] = {
     "circular": Schedule(
-        _SCHEDULES + "lockstep:circular",
+        "maxpipe.pipeline.schedules.lockstep:circular",
+        "all forwards, then all backwards, several chunks per stage",
         engines=("circular",),
         repeats=None,
         delays=True,
-        summary="all forwards, then all backwards, several chunks per stage",
     ),
     "gpipe": Schedule(
-        _SCHEDULES + "lockstep:gpipe",
+        "maxpipe.pipeline.schedules.lockstep:gpipe",
+        "all forwards, then all backwards, one chunk per stage",
         engines=("circular", "mpmd"),
         delays=True,
-        summary="all forwards, then all backwards, one chunk per stage",
     ),
-    "lockstep_1f1b": Schedule(
-        _SCHEDULES + "lockstep:lockstep_1f1b",
-        engines=("scheduled",),
+    "lockstep_1f1b": _lockstep(
+        "lockstep_1f1b", "1F1B with several chunks per stage, in ticks of a forward and a backward"
+    ),
+    "lockstep_zb": _lockstep(
+        "lockstep_zb", "lockstep 1F1B with split backwards", splits_backward=True
+    ),
+    "1f1b": _mpmd(
+        "one_f_one_b:one_f_one_b", "forward and backward in turn: few microbatches are in flight"
+    ),
+    "eager_1f1b": _mpmd(
+        "one_f_one_b:eager_1f1b", "1F1B with twice as many forwards at first, which hides transfers"
+    ),
+    "interleaved_1f1b": _mpmd(
+        "one_f_one_b:interleaved_1f1b",
+        "1F1B with several chunks per stage: a smaller bubble, more transfers",
         repeats=None,
-        delays=True,
-        overlaps=True,
-        summary="1F1B with several chunks per stage, in ticks of a forward and a backward",
     ),
-    "lockstep_zb": Schedule(
-        _SCHEDULES + "lockstep:lockstep_zb",
-        engines=("scheduled",),
+    "zb_h1": _split(
+        "zero_bubble:zb_h1", "split backwards: a third of 1F1B's bubble in the memory of 1F1B"
+    ),
+    "interleaved_zb": _split(
+        "zero_bubble:interleaved_zb",
+        "interleaved 1F1B with split backwards: weight gradients fill the bubble",
         repeats=None,
-        delays=True,
-        overlaps=True,
-        splits_backward=True,
-        summary="lockstep 1F1B with split backwards",
     ),
-    "1f1b": Schedule(
-        _SCHEDULES + "one_f_one_b:one_f_one_b",
-        engines=("mpmd",),
-        summary="forward and backward in turn: few microbatches are in flight",
-    ),
-    "eager_1f1b": Schedule(
-        _SCHEDULES + "one_f_one_b:eager_1f1b",
-        engines=("mpmd",),
-        summary="1F1B with twice as many forwards at first, which hides transfers",
-    ),
-    "interleaved_1f1b": Schedule(
-        _SCHEDULES + "one_f_one_b:interleaved_1f1b",
-        engines=("mpmd",),
-        repeats=None,
-        summary="1F1B with several chunks per stage: a smaller bubble, more transfers",
-    ),
-    "zb_h1": Schedule(
-        _SCHEDULES + "zero_bubble:zb_h1",
-        engines=("mpmd",),
-        splits_backward=True,
-        summary="split backwards: a third of 1F1B's bubble in the memory of 1F1B",
-    ),
-    "interleaved_zb": Schedule(
-        _SCHEDULES + "zero_bubble:interleaved_zb",
-        engines=("mpmd",),
-        repeats=None,
-        splits_backward=True,
-        summary="interleaved 1F1B with split backwards: weight gradients fill the bubble",
-    ),
-    "zb_h2": Schedule(
-        _SCHEDULES + "zero_bubble:zb_h2",
-        engines=("mpmd",),
-        splits_backward=True,
+    "zb_h2": _split(
+        "zero_bubble:zb_h2",
+        "split backwards: hardly a wait within a stage, in twice the memory of 1F1B",
         timed=True,
-        summary="split backwards: hardly a wait within a stage, in twice the memory of 1F1B",
     ),
-    "zb_v": Schedule(
-        _SCHEDULES + "v_shape:zb_v",
-        engines=("mpmd",),
+    "zb_v": _split(
+        "v_shape:zb_v",
+        "two chunks per stage in a V: no wait within a stage, in the memory of 1F1B",
         repeats=2,
-        splits_backward=True,
         timed=True,
-        summary="two chunks per stage in a V: no wait within a stage, in the memory of 1F1B",
     ),
-    "v_half": Schedule(
-        _SCHEDULES + "building_block:v_half",
-        engines=("mpmd",),
-        repeats=2,
-        splits_backward=True,
-        summary="two chunks per stage in a V: half of 1F1B's memory",
+    "v_half": _split(
+        "building_block:v_half", "two chunks per stage in a V: half of 1F1B's memory", repeats=2
     ),
-    "v_min": Schedule(
-        _SCHEDULES + "building_block:v_min",
-        engines=("mpmd",),
-        repeats=2,
-        splits_backward=True,
-        summary="two chunks per stage in a V: a third of 1F1B's memory",
+    "v_min": _split(
+        "building_block:v_min", "two chunks per stage in a V: a third of 1F1B's memory", repeats=2
     ),
-    "dualpipe_v": Schedule(
-        _SCHEDULES + "v_shape:dualpipe_v",
-        engines=("mpmd",),
+    "dualpipe_v": _split(
+        "v_shape:dualpipe_v",
+        "a V of two chunks: a forward of one with a backward of the other",
         repeats=2,
-        splits_backward=True,
-        summary="two chunks per stage in a V: a forward of one with a backward of the other",
     ),
 }
 
@@ -190,6 +153,7 @@ class RematPolicy:
         copies of them, and results of element-wise operations other than sums.
       by_tensor: whether `pipeline.remat_tensors` says which tensors are saved.
       on_device: for a policy that offloads, the policy that saves the same tensors on the device.
+      summary: a phrase for `--help`, where the names of the tensors do not say it.
     """
 
     device: tuple[str, ...] = ()
@@ -197,6 +161,7 @@ class RematPolicy:
     everything: bool = False
     by_tensor: bool = False
     on_device: str = ""
+    summary: str = ""
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -210,11 +175,11 @@ class RematPolicy:
 
 
 REMAT_POLICIES: dict[str, RematPolicy] = {
-    "custom": RematPolicy(by_tensor=True),
-    "full": RematPolicy(),
+    "custom": RematPolicy(by_tensor=True, summary="as pipeline.remat_tensors says"),
+    "full": RematPolicy(summary="saves the input of a layer only"),
     "minimal": RematPolicy(device=NAMED),
     "minimal_offloaded": RematPolicy(host=NAMED, on_device="minimal"),
-    "none": RematPolicy(everything=True),
+    "none": RematPolicy(everything=True, summary="saves all but element-wise results"),
     "qkv_proj_offloaded": RematPolicy(host=QKV, on_device="save_qkv_proj"),
     "save_dot_except_mlp": RematPolicy(device=(*QKV, "out_proj")),
     "save_out_proj": RematPolicy(device=("out_proj",)),
@@ -239,29 +204,19 @@ _OPTIMIZERS = "maxpipe.training.optimizers:"
 OPTIMIZERS: dict[str, Optimizer] = {
     "adafactor": Optimizer(
         _OPTIMIZERS + "adafactor",
+        "factored second moments, next to no state",
         moments=0,
         unused=("beta1", "beta2", "eps"),
-        summary="factored second moments, next to no state",
     ),
-    "adamw": Optimizer(
-        _OPTIMIZERS + "adamw", moments=2, summary="Adam with decoupled weight decay"
-    ),
+    "adamw": Optimizer(_OPTIMIZERS + "adamw", "Adam with decoupled weight decay", moments=2),
     "lion": Optimizer(
-        _OPTIMIZERS + "lion",
-        moments=1,
-        unused=("eps",),
-        summary="the sign of an average of gradients",
+        _OPTIMIZERS + "lion", "the sign of an average of gradients", moments=1, unused=("eps",)
     ),
     "muon": Optimizer(
-        _OPTIMIZERS + "muon",
-        moments=2,
-        summary="orthogonal updates of matrices; AdamW for everything else",
+        _OPTIMIZERS + "muon", "orthogonal updates of matrices; AdamW for all else", moments=2
     ),
     "sgd": Optimizer(
-        _OPTIMIZERS + "sgd",
-        moments=1,
-        unused=("beta2", "eps"),
-        summary="gradient descent with momentum",
+        _OPTIMIZERS + "sgd", "gradient descent with momentum", moments=1, unused=("beta2", "eps")
     ),
 }
 
@@ -280,24 +235,21 @@ class LearningRateSchedule(Variant):
     unused: tuple[str, ...] = ("stable_fraction",)
 
 
-_LR_SCHEDULES = "maxpipe.training.optimizers:"
 LR_SCHEDULES: dict[str, LearningRateSchedule] = {
     "constant": LearningRateSchedule(
-        _LR_SCHEDULES + "constant",
+        _OPTIMIZERS + "constant",
+        "the peak rate after warm-up",
         unused=("stable_fraction", "final_fraction"),
-        summary="the peak rate after warm-up",
     ),
-    "cosine": LearningRateSchedule(
-        _LR_SCHEDULES + "cosine", summary="half a cosine down to final_fraction"
-    ),
+    "cosine": LearningRateSchedule(_OPTIMIZERS + "cosine", "half a cosine down to final_fraction"),
     "inverse_sqrt": LearningRateSchedule(
-        _LR_SCHEDULES + "inverse_sqrt", summary="one over the square root of the step"
+        _OPTIMIZERS + "inverse_sqrt", "one over the square root of the step"
     ),
     "linear": LearningRateSchedule(
-        _LR_SCHEDULES + "linear", summary="a straight line down to final_fraction"
+        _OPTIMIZERS + "linear", "a straight line down to final_fraction"
     ),
     "wsd": LearningRateSchedule(
-        _LR_SCHEDULES + "wsd", unused=(), summary="warm-up, stable, then a linear decay"
+        _OPTIMIZERS + "wsd", "warm-up, stable, then a linear decay", unused=()
     ),
 }
 
@@ -347,73 +299,70 @@ _JSON_LINES = (
 )
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv")
 _TABLE_FILES = (
-    ".arrow",
-    ".parquet",
+    *(".arrow", ".parquet"),
     *(ending + packed for ending in _TABLES for packed in _MAY_BE_PACKED),
 )
 _SOURCES = "maxpipe.data.sources."
+
+
+def _datasets(function: str, summary: str, is_chat: bool = False) -> DataSource:
+    return DataSource(
+        f"{_SOURCES}datasets:{function}",
+        summary,
+        suffixes=_TABLE_FILES,
+        version=f"{_SOURCES}datasets:contents_of",
+        is_chat=is_chat,
+        has_column=True,
+    )
+
+
+def _python(place: str, summary: str, is_chat: bool = False) -> DataSource:
+    version = f"{_SOURCES}text:version_of_stdlib"
+    return DataSource(_SOURCES + place, summary, needs_path=False, version=version, is_chat=is_chat)
+
+
 SOURCES: dict[str, DataSource] = {
     "array_record": DataSource(
         _SOURCES + "array_record:array_record",
+        "ArrayRecord files",
         suffixes=(".array_record", ".arrayrecord"),
-        summary="ArrayRecord files",
     ),
     "chat": DataSource(
         _SOURCES + "chat:chat",
+        "conversations, `messages` in JSON lines or parquet",
         suffixes=(*_JSON_LINES, ".parquet"),
         is_chat=True,
-        summary="conversations, `messages` in JSON lines or parquet",
     ),
-    "datasets": DataSource(
-        _SOURCES + "datasets:datasets",
-        suffixes=_TABLE_FILES,
-        version="maxpipe.data.sources.datasets:contents_of",
-        has_column=True,
-        summary="data sets of Hugging Face's `datasets`: saved ones, files, the hub's",
+    "datasets": _datasets(
+        "datasets", "data sets of Hugging Face's `datasets`: saved ones, files, the hub's"
     ),
-    "datasets_chat": DataSource(
-        _SOURCES + "datasets:datasets_chat",
-        suffixes=_TABLE_FILES,
-        version="maxpipe.data.sources.datasets:contents_of",
-        is_chat=True,
-        has_column=True,
-        summary="conversations in such data sets",
-    ),
+    "datasets_chat": _datasets("datasets_chat", "conversations in such data sets", is_chat=True),
     "jsonl": DataSource(
-        _SOURCES + "text:jsonl",
-        suffixes=_JSON_LINES,
-        summary="files of JSON lines, their `text`",
+        _SOURCES + "text:jsonl", "files of JSON lines, their `text`", suffixes=_JSON_LINES
     ),
     "parquet": DataSource(
-        _SOURCES + "parquet:parquet", suffixes=(".parquet",), summary="columns of parquet files"
+        _SOURCES + "parquet:parquet", "columns of parquet files", suffixes=(".parquet",)
     ),
-    "python_help": DataSource(
-        _SOURCES + "chat:python_help",
-        needs_path=False,
-        version=_SOURCES + "text:version_of_stdlib",
+    "python_help": _python(
+        "chat:python_help",
+        "conversations about functions of Python's standard library",
         is_chat=True,
-        summary="conversations about functions of Python's standard library",
     ),
-    "python_stdlib": DataSource(
-        _SOURCES + "text:python_stdlib",
-        needs_path=False,
-        version=_SOURCES + "text:version_of_stdlib",
-        summary="the source of Python's standard library",
-    ),
+    "python_stdlib": _python("text:python_stdlib", "the source of Python's standard library"),
     "synthetic": DataSource(
         _SOURCES + "tokens:synthetic",
+        "random tokens, made as they are read",
         needs_path=False,
         needs_tokenizer=False,
-        summary="random tokens, made as they are read",
     ),
     "text": DataSource(
-        _SOURCES + "text:text", suffixes=_MAY_BE_PACKED, summary="text files, each a document"
+        _SOURCES + "text:text", "text files, each a document", suffixes=_MAY_BE_PACKED
     ),
     "token_bin": DataSource(
         _SOURCES + "tokens:token_bin",
+        "files of token ids",
         suffixes=(".bin", ".npy"),
         companion=".idx.npy",
-        summary="files of token ids",
     ),
 }
 

@@ -27,13 +27,7 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line.
-
-    Attributes:
-      path: the YAML file.
-      loaded: the file's config with overrides.
-      flags: values of the command's own flags.
-    """
+    """A parsed command line; `flags` has the values of the command's own flags."""
 
     path: str
     loaded: Loaded
@@ -51,8 +45,7 @@ def exit_on_config_error() -> Iterator[None]:
     """Turn a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
     A file or directory without permission leaves one line and exit code 1. A context manager and a
-    decorator for `main`, so that problems before and after JAX's start look the same. A closed pipe
-    and Ctrl-C leave no traceback either, see `no_tracebacks`.
+    decorator for `main`, so that problems before and after JAX's start look the same.
     """
     try:
         with no_tracebacks():
@@ -97,21 +90,12 @@ def parse_args(
       ConfigError: the command line or the config is wrong.
     """
     parser = _Parser(prog=prog, description=description, add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG.yml", help="a YAML file, or the name of a preset"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every value with its source, and exit"
-    )
-    parser.add_argument(
-        "--help",
-        "-h",
-        nargs="?",
-        const="",
-        metavar="KEY",
-        help="print this, or help on a key or section",
-    )
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG.yml", help="a YAML file, or the name of a preset")
+    add("overrides", nargs="*", metavar="key=value")
+    add("--print-config", action="store_true", help="print every value with its source, and exit")
+    about = "print this, or help on a key or section"
+    add("--help", "-h", nargs="?", const="", metavar="KEY", help=about)
     add_import_flag(parser)
     if add_flags:
         add_flags(parser)
@@ -125,7 +109,7 @@ def parse_args(
     ]
     if problems:  # what follows such a flag is its value
         flags.overrides = [word for word in flags.overrides if "=" in word]
-    problems += empty_flags(flags, *(name for name in vars(flags) if name != "config"))
+    problems += _empty_flags(flags, *(name for name in vars(flags) if name != "config"))
     problems += repeated_words(flags.overrides)
     path = flags.config
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
@@ -144,8 +128,7 @@ def parse_args(
     return Arguments(path, loaded, flags)
 
 
-def empty_flags(flags: argparse.Namespace, *names: str) -> Iterator[Problem]:
-    """Yield a problem for each of these flags that is given an empty text, as in `--json ""`."""
+def _empty_flags(flags: argparse.Namespace, *names: str) -> Iterator[Problem]:
     for name in names:
         value = getattr(flags, name)
         if isinstance(value, str) and not value.strip():
@@ -154,8 +137,8 @@ def empty_flags(flags: argparse.Namespace, *names: str) -> Iterator[Problem]:
 
 
 def check_flags(flags: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError if one of these flags is given an empty text."""
-    if problems := [*empty_flags(flags, *names)]:
+    """Raise ConfigError if one of these flags is given an empty text, as in `--json ""`."""
+    if problems := [*_empty_flags(flags, *names)]:
         raise ConfigError(*problems)
 
 
@@ -166,18 +149,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(Problem("", f"{message}; see {self.prog} --help"))
 
 
-def number_flag(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return the type of a flag for argparse: a finite number from `least` to `most`."""
+def number_flag(kind: type, least: float) -> Callable[[str], float]:
+    """Return the type of a flag for argparse: a finite number of at least `least`."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most or value == math.inf:
-            bounds = f"at least {least:g}"
-            if most < math.inf:
-                bounds += f" and at most {most:.10g}"
-            if value == math.inf:
-                bounds += " and finite"
-            raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}; got {text}")
         return value
 
     parse.__name__ = {int: "whole number", float: "number"}[kind]
@@ -205,8 +183,7 @@ def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     """Return the message for a flag that does not exist; it may be a key."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    keys = [key for key in OPTIONS if key == name or key.endswith(f".{name}")]
-    if keys:
+    if keys := [key for key in OPTIONS if key == name or key.endswith(f".{name}")]:
         right = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
         return f"{word}: keys are written without dashes: {right}"
     flags = [

@@ -8,10 +8,7 @@ class Refusal:
     """Values of a key that an engine refuses: "VALUE is not for the ENGINE engine: REASON; REMEDY".
 
     Attributes:
-      key: the full key.
       values: refused values; empty = all values except the default.
-      reason: why the engine cannot take them.
-      remedy: what to write instead.
       reads_others: whether the key's other values have an effect.
     """
 
@@ -27,8 +24,6 @@ class Engine:
     """An engine, `pipeline.engine`: a class that runs the model; most engines follow a schedule.
 
     Attributes:
-      implementation: "module:class".
-      summary: a phrase for `--help`.
       reads: the only keys of `pipeline.*` that it reads, without the section; empty = all but
         those below.
       unused: further keys that have no effect; a note says so if one is set.
@@ -80,6 +75,7 @@ class Engine:
 _ENGINES = "maxpipe.pipeline.engines."
 _LOCKSTEP = "use it with pipeline.schedule=lockstep_1f1b"
 _CIRCULAR = "use true, or pipeline.schedule=circular"
+_BACKWARDS_LAST = "its backwards begin after all forwards"
 _LOOPS = "it always loops over the ticks of a phase"
 _SINGLE_UNITS = "it dispatches units one by one"
 _NO_TICKS = "it has no ticks and starts a unit as soon as its inputs have arrived"
@@ -102,24 +98,13 @@ ENGINES: dict[str, Engine] = {
         unused=("unit_times", "memory_limit_gib"),
         refusals=(
             _CHUNKS,
-            Refusal(
-                "pipeline.overlap_slots",
-                (True,),
-                "its backwards begin after all forwards",
-                _LOCKSTEP,
-            ),
-            Refusal(
-                "pipeline.skip_idle",
-                ("true",),
-                "all stages compute in one batched operation, the idle ones masked",
-                _LOCKSTEP,
-            ),
+            Refusal("pipeline.overlap_slots", (True,), _BACKWARDS_LAST, _LOCKSTEP),
+            Refusal("pipeline.skip_idle", ("true",), "all stages are one batch", _LOCKSTEP),
             Refusal(
                 "pipeline.fsdp_prefetch",
                 ("true",),
                 "the compiler gathers its weights where layers use them",
-                "use pipeline.fsdp_gather=per_repeat, which gathers a repeat ahead, or "
-                "pipeline.schedule=lockstep_1f1b",
+                "use pipeline.fsdp_gather=per_repeat or pipeline.schedule=lockstep_1f1b",
             ),
         ),
         whole_rounds=True,
@@ -136,7 +121,7 @@ ENGINES: dict[str, Engine] = {
                 "pipeline.fsdp_gather",
                 ("per_repeat",),
                 "F and B of a tick are in different repeats, so 4 to 6 would be kept gathered",
-                "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
+                "use per_iteration, once or pipeline.schedule=circular",
                 reads_others=True,
             ),
         ),
@@ -154,12 +139,7 @@ ENGINES: dict[str, Engine] = {
             Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
             Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
             Refusal("pipeline.fsdp_prefetch", ("true",), _NO_TICKS, _LOCKSTEP),
-            Refusal(
-                "pipeline.delay_activation_forwarding",
-                (True,),
-                "it has no ticks, and its transfers overlap with units anyway",
-                "use false",
-            ),
+            Refusal("pipeline.delay_activation_forwarding", (True,), _NO_TICKS, "use false"),
             Refusal(
                 "pipeline.fsdp_gather",
                 ("per_repeat",),
@@ -169,12 +149,7 @@ ENGINES: dict[str, Engine] = {
             ),
             Refusal("pipeline.scan_iterations", (False,), _SINGLE_UNITS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _SINGLE_UNITS, _CIRCULAR),
-            Refusal(
-                "compile.load",
-                (),
-                "a file holds one program for all devices, and it runs many",
-                "leave it empty",
-            ),
+            Refusal("compile.load", (), "a file holds one program, it runs many", "leave it empty"),
         ),
         one_program=False,
         runs_csv=True,

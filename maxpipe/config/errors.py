@@ -20,7 +20,7 @@ class Problem:
     """Something wrong with the configuration.
 
     Attributes:
-      key: the full key to change, such as `mesh.ici.stage`; empty if the error concerns no key.
+      key: the full key to change; empty if the error concerns no key.
       message: what is wrong and what would be legal, one line.
       source: where the value came from (`file.yml:12`, `command line`), or empty.
     """

@@ -18,7 +18,7 @@ from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import CHATML, split_scheme
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key
-from maxpipe.config.shipped import SUFFIXES, config_root, locate_base, shown_path
+from maxpipe.config.shipped import SUFFIXES, locate_base, shipped_configs, shown_path
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
@@ -34,18 +34,14 @@ NAMES: Mapping[str, Mapping[str, object]] = {  # a name in the catalogue, or a p
     "pipeline.schedule": SCHEDULES,
 }
 # Keys of one path in which no reader expands "~": output_dir=~/runs would make a directory "~".
-HOMES = (
-    "output_dir",
-    "data.tokenizer",
-    "data.chat_template",
-    "pipeline.schedule",
-    "compile.cache_dir",
-    "compile.save",
-    "compile.load",
+_HOMES = (
+    *("output_dir", "data.tokenizer", "data.chat_template", "pipeline.schedule"),
+    *("compile.cache_dir", "compile.save", "compile.load"),
 )
-_SCALAR_TAGS = {
-    f"tag:yaml.org,2002:{name}"
-    for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
+_PLAIN_TAGS = {
+    yaml.ScalarNode: ("str", "null", "bool", "int", "float", "timestamp", "value"),
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
 }
 _REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _MAX_DEPTH = 12  # of lists and mappings in a value
@@ -54,47 +50,38 @@ _MAX_CHARACTERS = 1 << 20  # in a file
 
 @dataclass(frozen=True)
 class Setting:
-    """A key, legal or not, with its value as written and its source.
-
-    Attributes:
-      key: the full key.
-      raw: the value, not converted.
-      source: `file.yml:12` or `command line`.
-    """
+    """A key, legal or not, its value as written, and its source: `file.yml:12`, `command line`."""
 
     key: str
     raw: Raw
     source: str
 
 
-def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
-    """Return the settings of a file and of the files it inherits from, the furthest base first."""
-    chain: list[list[Setting]] = []
-    problems: list[Problem] = []
-    seen: list[str] = []
-    origin = ""
-    while path:
-        if path in seen:
-            problems.append(
-                Problem("base", f"files inherit in a circle: {' -> '.join([*seen, path])}", origin)
-            )
-            break
-        seen.append(path)
-        try:
-            settings = list(_read(path, origin))
-        except ConfigError as error:
-            problems.extend(error.problems)
-            break
-        problems.extend(_duplicates(settings))
-        bases = [setting for setting in settings if setting.key == "base"]
-        chain.append([setting for setting in settings if setting.key != "base"])
-        directory, path = os.path.dirname(path), ""
-        for base in bases:
-            if isinstance(base.raw, Scalar) and base.raw.text:
-                path, origin = locate_base(directory, base.raw.text), base.source
-            else:
-                problems.append(Problem("base", "expected the path of one YAML file", base.source))
-    return [setting for settings in reversed(chain) for setting in settings], problems
+def read_files(
+    path: str, origin: str = "", outer: tuple[str, ...] = ()
+) -> tuple[list[Setting], list[Problem]]:
+    """Return the settings of a file and of the files it inherits from, the furthest base first.
+
+    `origin` is where the file is named, in the last of the `outer` files.
+    """
+    if path in outer:
+        message = f"files inherit in a circle: {' -> '.join([*outer, path])}"
+        return [], [Problem("base", message, origin)]
+    try:
+        own = [*_read(path, origin)]
+    except ConfigError as error:
+        return [], [*error.problems]
+    settings: list[Setting] = []
+    problems = [*_duplicates(own)]
+    for base in (setting for setting in own if setting.key == "base"):
+        if isinstance(base.raw, Scalar) and base.raw.text:
+            place = locate_base(os.path.dirname(path), base.raw.text)
+            inherited, wrong = read_files(place, base.source, (*outer, path))
+            settings += inherited
+            problems += wrong
+        else:
+            problems.append(Problem("base", "expected the path of one YAML file", base.source))
+    return [*settings, *(setting for setting in own if setting.key != "base")], problems
 
 
 def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
@@ -104,24 +91,20 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
     for word in words:
         key, equals, text = word.partition("=")
         if word.endswith(SUFFIXES) and not equals:
-            message = f"{word!r} is a second file; give one, which may inherit by `base: FILE`"
-            problems.append(Problem("", message, COMMAND_LINE))
+            message = "is a second file; give one, which may inherit by `base: FILE`"
         elif not equals or not key.strip():
-            problems.append(Problem("", f"{word!r} is not of the form key=value", COMMAND_LINE))
+            message = "is not of the form key=value"
         elif key == "base":
-            problems.append(
-                Problem(
-                    "base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE
-                )
-            )
+            message = "belongs in a YAML file; name the file itself instead"
         elif key.startswith("-"):
-            message = f"{word!r}: keys are written without dashes: {key.lstrip('-')}={text}"
-            problems.append(Problem("", message, COMMAND_LINE))
+            message = f"has dashes; keys are written without dashes: {word.lstrip('-')}"
         else:
             try:
                 settings.extend(_override(key.strip(), text))
             except ConfigError as error:
                 problems.extend(error.problems)
+            continue
+        problems.append(Problem("", f"{word!r} {message}", COMMAND_LINE))
     return settings, problems
 
 
@@ -146,59 +129,39 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def nearest_files(path: str) -> list[str]:
-    """Return up to three YAML files that a mistyped path may have meant, the most likely first.
-
-    They are presets, and files next to the path or one folder below.
-    """
-    places = (Path(shown_path(config_root())), Path(os.path.dirname(path) or "."))
-    patterns = [below + "*" + suffix for below in ("", "*/") for suffix in SUFFIXES]
-    files = {os.path.normpath(p) for place in places for end in patterns for p in place.glob(end)}
-    stem = Path(path).stem.lower()
-
-    def likeness(file: str) -> float:
-        return difflib.SequenceMatcher(None, Path(file).stem.lower(), stem).ratio()
-
-    return sorted(files, key=lambda file: (-likeness(file), file))[:3]
-
-
 def _read(path: str, origin: str) -> Iterator[Setting]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
     except FileNotFoundError:
-        near = nearest_files(path)
-        hint = f"; the nearest are {', '.join(near)}" if near else ""
-        raise ConfigError(Problem("", f"there is no file {path}{hint}", origin)) from None
-    except UnicodeDecodeError as error:
-        message = f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        own = {file.stem: file for file in Path(os.path.dirname(path)).glob("*.y*ml")}
+        files = shipped_configs() | own
+        near = difflib.get_close_matches(Path(path).stem.lower(), files, cutoff=0)
+        hint = ", ".join(shown_path(files[stem]) for stem in near)
+        message = f"there is no file {path}; the nearest are {hint}"
         raise ConfigError(Problem("", message, origin)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # such as text in another encoding than UTF-8
         raise ConfigError(Problem("", f"cannot read {path}: {error}", origin)) from None
     if len(text) > _MAX_CHARACTERS:
         message = f"{path} has more than {_MAX_CHARACTERS} characters; is it a configuration?"
         raise ConfigError(Problem("", message, origin))
     root = _compose(text, path)
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
+    if isinstance(root, yaml.MappingNode):
+        yield from _flatten(root, "", path)
+    elif root is not None:
         raise ConfigError(Problem("", "a configuration is a mapping of keys to values", path))
-    yield from _flatten(root, "", path)
 
 
 def _compose(text: str, path: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
-        reason = error.problem or error.context or ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         if "'\\t'" in reason:
             reason = "a tab where YAML allows only spaces"
         raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        message = f"not valid YAML: {str(error).splitlines()[0]}"
-        raise ConfigError(Problem("", message, path)) from None
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
@@ -207,33 +170,28 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(Problem("", "a key must be a word", source))
         if key_node.tag == "tag:yaml.org,2002:merge":
-            raise ConfigError(
-                Problem(
-                    "", "YAML merge keys are not supported; inherit with `base: other.yml`", source
-                )
-            )
+            message = "YAML merge keys are not supported; inherit with `base: other.yml`"
+            raise ConfigError(Problem("", message, source))
         key = prefix + key_node.value
         if key in SECTIONS and isinstance(value, yaml.MappingNode):
             yield from _flatten(value, key + ".", path)
-        elif key in SECTIONS and isinstance(value, yaml.ScalarNode) and not value.value:
-            continue
-        else:
+        elif key not in SECTIONS or not isinstance(value, yaml.ScalarNode) or value.value:
             yield Setting(key, _raw(value, source), source)
 
 
 def _raw(node: yaml.Node, source: str, depth: int = 0) -> Raw:
     if depth > _MAX_DEPTH:
         raise ConfigError(Problem("", "a value is nested too deeply", source))
-    if isinstance(node, yaml.ScalarNode) and node.tag in _SCALAR_TAGS:
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS[type(node)]:
+        raise ConfigError(Problem("", f"YAML tag {node.tag!r} is not allowed", source))
+    if isinstance(node, yaml.ScalarNode):
         return Scalar(node.value, quoted=node.style is not None)
-    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+    if isinstance(node, yaml.SequenceNode):
         return [_raw(item, source, depth + 1) for item in node.value]
-    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
-        names = [str(key.value) for key, _ in node.value]
-        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-            raise ConfigError(Problem("", f"{twice[0]} is set twice in one mapping", source))
-        return {str(key.value): _raw(value, source, depth + 1) for key, value in node.value}
-    raise ConfigError(Problem("", f"YAML tag {node.tag!r} is not allowed", source))
+    values = {str(key.value): _raw(value, source, depth + 1) for key, value in node.value}
+    if len(values) < len(node.value):
+        raise ConfigError(Problem("", "a key is set twice in one mapping", source))
+    return values
 
 
 def _override(key: str, text: str) -> Iterator[Setting]:
@@ -262,9 +220,7 @@ def _duplicates(settings: Sequence[Setting]) -> Iterator[Problem]:
 def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[Problem]]:
     """Replace references by the values of the keys they name.
 
-    Returns:
-      The settings, and a problem for each setting that is left out because its reference is
-      refused or leads nowhere.
+    Settings whose reference is refused or leads nowhere become problems.
     """
     settings: dict[str, Setting] = {}
     problems: list[Problem] = []
@@ -293,14 +249,13 @@ def _followed(raw: Raw, chosen: Mapping[str, Setting], path: tuple[str, ...]) ->
         )
     if whole := _REFERENCE.fullmatch(raw.text):
         return _referred(whole[1], chosen, path)
-
-    def text_of(match: re.Match[str]) -> str:
-        value = _referred(match[1], chosen, path)
-        if isinstance(value, Scalar):
-            return value.text
-        raise ValueError(f"{match[0]} is a list, which cannot be a part of a text")
-
-    return replace(raw, text=_REFERENCE.sub(text_of, raw.text))
+    text = ""
+    for number, part in enumerate(_REFERENCE.split(raw.text)):  # texts and keys in turn
+        value = _referred(part, chosen, path) if number % 2 else Scalar(part)
+        if not isinstance(value, Scalar):
+            raise ValueError(f"${{{part}}} is a list, which cannot be a part of a text")
+        text += value.text
+    return replace(raw, text=text)
 
 
 def _referred(key: str, chosen: Mapping[str, Setting], path: tuple[str, ...]) -> Raw:
@@ -321,38 +276,24 @@ def _raw_of(value: object) -> Raw:
 
 def locate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     """Return the settings with paths of files relative to the working directory, and no `~`."""
-    located = {
-        key: _at_home(setting) if key in HOMES else setting for key, setting in settings.items()
-    }
-    for key in (*LISTS, MIXTURE, *NAMES):
-        setting = located.get(key)
-        if setting is None or setting.source == COMMAND_LINE:
-            continue
-        directory = os.path.dirname(setting.source.rpartition(":")[0])
-        if directory not in ("", "."):
-            located[key] = replace(setting, raw=_locate(key, setting.raw, directory))
+    located = {}
+    for key, setting in settings.items():
+        directory = os.path.dirname(setting.source.rpartition(":")[0])  # "" of the command line
+        located[key] = replace(setting, raw=_locate(key, setting.raw, directory))
     return located
-
-
-def _at_home(setting: Setting) -> Setting:
-    if not isinstance(setting.raw, Scalar) or setting.raw.text == "~":
-        return setting  # not one path; "~" alone is YAML's null. Both are refused later
-    text = os.path.expanduser(setting.raw.text)
-    return replace(setting, raw=replace(setting.raw, text=text))
 
 
 def _locate(key: str, raw: Raw, directory: str) -> Raw:
     if isinstance(raw, list):
         return [_locate(key, item, directory) for item in raw]
     if isinstance(raw, dict):
-        return raw | {
-            name: _locate(key, item, directory) for name, item in raw.items() if name == "path"
-        }
-    if raw.text in NAMES.get(key, ()):
-        return raw
-    parts = [raw.text] if key in NAMES else raw.text.split(",")
-    located = (_locate_one(part.strip(), directory, is_name=key in NAMES) for part in parts)
-    return replace(raw, text=",".join(located))
+        return raw | {n: _locate(key, item, directory) for n, item in raw.items() if n == "path"}
+    is_home = key in _HOMES and not raw.is_null  # "~" alone is YAML's null, and refused later
+    text = os.path.expanduser(raw.text) if is_home else raw.text
+    if key in (*LISTS, MIXTURE, *NAMES) and directory and text not in NAMES.get(key, ()):
+        parts = [text] if key in NAMES else text.split(",")
+        text = ",".join(_locate_one(p.strip(), directory, is_name=key in NAMES) for p in parts)
+    return replace(raw, text=text)
 
 
 def _locate_one(path: str, directory: str, is_name: bool) -> str:

@@ -22,13 +22,7 @@ _OF_BOTH = ("tie_word_embeddings", *SPECIAL_IDS)
 
 
 class Shape(NamedTuple):
-    """The shape of a Hugging Face model.
-
-    Attributes:
-      model_type: the text part's `model_type` in config.json.
-      values: the model's values, by full key.
-      source: the file, for messages.
-    """
+    """A Hugging Face model: its `model_type`, its values by full key, and the file."""
 
     model_type: str
     values: dict[str, Any]

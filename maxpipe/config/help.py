@@ -10,14 +10,11 @@ from maxpipe.config.rules.engines import conditions_of, refusals_of
 from maxpipe.config.rules.layout import schedules_of
 from maxpipe.config.values import as_written, example
 
-LONGEST_DEFAULT = 40  # characters of a default in the list of a section
+_LONGEST_DEFAULT = 40  # characters of a default in the list of a section
 
 
 def describe(key: str) -> str:
     """Return help on a key, or on all keys of a section; the last word of either is enough.
-
-    Help on a key says what it does, its type, legal values, default and engines, and where it has
-    no effect. Help on a section has type, default and legal values of each key.
 
     Raises:
       ConfigError: there is no such key.
@@ -41,9 +38,8 @@ def describe(key: str) -> str:
 
 
 def _facts(option: Option) -> str:
-    """Return type or choices, default and bounds of a key in one line."""
     facts = dict(_value_lines(option))
-    if len(facts["default"]) > LONGEST_DEFAULT:
+    if len(facts["default"]) > _LONGEST_DEFAULT:
         facts["default"] = "see --print-config"
     kind = facts["type"]
     if "choices" in facts:
@@ -54,11 +50,8 @@ def _facts(option: Option) -> str:
 
 def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
     """Yield titles and texts on the type, default and legal values of a key."""
-    bounds = option.bounds
-    kind = (
-        option.type.__name__ if isinstance(option.type, type) else f"list such as {example(option)}"
-    )
-    yield "type", kind
+    bounds, kind = option.bounds, option.type
+    yield "type", kind.__name__ if isinstance(kind, type) else f"list such as {example(option)}"
     yield "default", repr(option.default)
     if option.choices:
         yield "choices", ", ".join(option.choices)
@@ -69,14 +62,14 @@ def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
 
 
 def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
-    """Yield name and summary of each variant that a key can name."""
     table = SCHEDULES if option.key == "pipeline.schedule" else option.bounds.variants or {}
     width = max((len(name) for name in table), default=0)
     for name, variant in table.items():
+        summary = getattr(variant, "summary", "")
         if isinstance(variant, RematPolicy):
-            summary = _policy(variant)
-        else:
-            summary = getattr(variant, "summary", "")
+            places = {"on the device": variant.device, "in the host's memory": variant.host}
+            saved = [f"{', '.join(names)} {place}" for place, names in places.items() if names]
+            summary = summary or f"saves {' and '.join(saved)}"
         if isinstance(variant, Schedule):
             summary = f"{summary} ({', '.join(variant.engines)})"
         yield "", f"{name:<{width}}  {summary}"
@@ -86,22 +79,7 @@ def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
         yield "", OWN_VARIANTS
 
 
-def _policy(policy: RematPolicy) -> str:
-    """Return what a rematerialisation policy saves, in words."""
-    if policy.everything:
-        return "saves all but element-wise results; sums are saved"
-    if policy.by_tensor:
-        return "as pipeline.remat_tensors says"
-    if policy.saves_nothing:
-        return "saves the input of a layer only"
-    places = {"on the device": policy.device, "in the host's memory": policy.host}
-    return " and ".join(
-        f"saves {', '.join(names)} {place}" for place, names in places.items() if names
-    )
-
-
 def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts on the engines that take a key, and on values that they refuse."""
     if key == "pipeline.schedule":
         for name in ENGINES:
             if schedules := schedules_of(name):

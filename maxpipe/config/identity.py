@@ -1,7 +1,7 @@
 """Tell runs apart: keys that decide what saved state means, and how two configurations differ.
 
 A key in `GROUPS` keeps its value for the whole run, unless `checkpoint.accept_changes` names its
-group. A key in `FIXED` never changes. All other keys may change from one start to the next.
+group. The batch size never changes. All other keys may change from one start to the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,94 +12,61 @@ from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config
 
 ACCEPT = "checkpoint.accept_changes"
+
+
+def _in(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+# What these name is compared by content where the checkpoint has a fingerprint of it.
+FINGERPRINTED = _in("data", "source path eval_path mixture tokenizer chat_template")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "seed": ("seed",),
     "optimizer": ("optimizer.name",),
     "data": (
-        "data.source",
-        "data.path",
-        "data.eval_path",
-        "data.mixture",
-        "data.column",
-        "data.shuffle",
-        "data.eval_fraction",
-        "data.packing",
-        "data.sequence_length",
+        *FINGERPRINTED[:4],
+        *_in("data", "column shuffle eval_fraction packing sequence_length"),
     ),
-    "tokenizer": ("data.tokenizer", "data.chat_template"),
+    "tokenizer": FINGERPRINTED[4:],
 }
 # A checkpoint has a data position for each sequence of a batch.
-FIXED = ("data.global_batch_size",)
+_FIXED = "data.global_batch_size"
 # How layers are computed and spread; the state does not depend on it.
-_OF_A_COMPUTATION = (
-    "model.attention",
-    "model.attention_block_size",
-    "model.rotation",
-    "model.gating",
-    "model.logit_tiles",
-    "model.moe.kernel",
-    "model.moe.dispatch",
+_OF_A_COMPUTATION = _in(
+    "model",
+    "attention attention_block_size rotation gating logit_tiles moe.kernel moe.dispatch",
 )
 # May also change with checkpoint.convert_dtype.
-DTYPES = ("model.dtype", "model.param_dtype")
+_DTYPES = ("model.dtype", "model.param_dtype")
 # Another value gives the model other arrays, unless the model does not use the key.
-SHAPED = (
-    "model.block",
-    "model.num_layers",
-    "model.first_dense_layers",
-    "model.embed_dim",
-    "model.num_query_heads",
-    "model.num_kv_heads",
-    "model.head_dim",
-    "model.mlp_dim",
-    "model.vocab_size",
-    "model.tie_embeddings",
-    "model.mlp_bias",
-    "model.attention_kind",
-    "model.qk_norm",
-    "model.qk_norm_scope",
-    "model.attention_bias",
-    "model.attention_output_bias",
-    "model.attention_sinks",
-    "model.norm_placement",
-    "model.mla.q_lora_rank",
-    "model.mla.kv_lora_rank",
-    "model.mla.qk_nope_head_dim",
-    "model.mla.qk_rope_head_dim",
-    "model.mla.v_head_dim",
-    "model.moe.experts",
-    "model.moe.mlp_dim",
-    "model.moe.shared_experts",
-    "model.moe.logit_bias",
-    "model.lora.rank",
-    "model.lora.targets",
+SHAPED = _in(
+    "model",
+    "block num_layers first_dense_layers embed_dim num_query_heads num_kv_heads head_dim mlp_dim "
+    "vocab_size tie_embeddings mlp_bias attention_kind qk_norm qk_norm_scope attention_bias "
+    "attention_output_bias attention_sinks norm_placement mla.q_lora_rank mla.kv_lora_rank "
+    "mla.qk_nope_head_dim mla.qk_rope_head_dim mla.v_head_dim moe.experts moe.mlp_dim "
+    "moe.shared_experts moe.logit_bias lora.rank lora.targets",
 )
-# What these name is compared by content where the checkpoint has a fingerprint of it.
-FINGERPRINTED = (
-    "data.source",
-    "data.path",
-    "data.eval_path",
-    "data.mixture",
-    "data.tokenizer",
-    "data.chat_template",
-)
-# Keys about a single start, and about the place of the run.
+# Keys about a single start, and about the place of the run; the keys of a shape are compared.
 _OF_A_START = {
-    "run_name",
-    "output_dir",
-    "stop_after",
-    "base_model",
-    "init_from",
-    "model.from_hf",  # the keys of the shape are compared themselves
-    "checkpoint.resume",
-    "checkpoint.convert_dtype",
-    ACCEPT,
+    *("run_name", "output_dir", "stop_after", "base_model", "init_from", "model.from_hf"),
+    *("checkpoint.resume", "checkpoint.convert_dtype", ACCEPT),
 }
 # Rows of padding are never predicted, so token ids must not become padding.
 _TOKEN_IDS = "model.unpadded_vocab_size"
 _ROWS = "model.vocab_size"
 _OTHER_SHAPES = "; no run continues from arrays of other shapes"
+# Keys of `model.*` that say how a model is computed or trained; the others are its shape.
+_NOT_SHAPE = (
+    *_OF_A_COMPUTATION,
+    *_DTYPES,
+    *_in(
+        "model",
+        "from_hf block dropout z_loss quantisation quantised_passes rope_scaling.length lora "
+        "moe.balance_loss moe.bias_rate moe.capacity_factor moe.z_loss",
+    ),
+)
 
 
 def _is_of(key: str, names: Sequence[str]) -> bool:
@@ -107,23 +74,6 @@ def _is_of(key: str, names: Sequence[str]) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
-# Keys of `model.*` that say how a model is computed or trained; the others are its shape.
-_NOT_SHAPE = (
-    *_OF_A_COMPUTATION,
-    *DTYPES,
-    "model.from_hf",
-    "model.block",
-    "model.dropout",
-    "model.z_loss",
-    "model.moe.balance_loss",
-    "model.moe.bias_rate",
-    "model.moe.capacity_factor",
-    "model.moe.z_loss",
-    "model.quantisation",
-    "model.quantised_passes",
-    "model.rope_scaling.length",
-    "model.lora",
-)
 SHAPE_DEFAULTS: Mapping[str, object] = {
     key.removeprefix("model."): option.default
     for key, option in OPTIONS.items()
@@ -132,13 +82,7 @@ SHAPE_DEFAULTS: Mapping[str, object] = {
 
 
 class Change(NamedTuple):
-    """A key, or another named part of a run, that was changed.
-
-    Attributes:
-      key: full key, or the name of a package.
-      before: value in the checkpoint; None if `now` describes the difference.
-      now: value of this start.
-    """
+    """A key, or a package, that was changed; `before` is None if `now` says what differs."""
 
     key: str
     before: Any
@@ -177,10 +121,10 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
 
 def is_allowed(config: Config, key: str) -> bool:
     """Return whether `config` lets a key, or a fingerprint named after it, change on resume."""
-    if key in DTYPES and config.checkpoint.convert_dtype:
+    if key in _DTYPES and config.checkpoint.convert_dtype:
         return True
     group = group_of(key)
-    return key not in FIXED and (not group or group in config.checkpoint.accept_changes)
+    return key != _FIXED and (not group or group in config.checkpoint.accept_changes)
 
 
 def group_of(key: str) -> str:
@@ -192,33 +136,20 @@ def group_of(key: str) -> str:
 
 def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Problem]:
     """Return a problem for each change that `config` does not allow."""
-    return [
-        Problem(change.key, _differs(change, place) + _remedy(change.key))
-        for change in changed
-        if not is_allowed(config, change.key)
-    ]
+    return [_refusal(change, place) for change in changed if not is_allowed(config, change.key)]
 
 
 def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
     """Return a problem for each change, accepted or not, that gives a model other arrays."""
-    return [
-        Problem(change.key, _differs(change, place) + _OTHER_SHAPES)
-        for change in changed
-        if change.key in SHAPED
-    ]
+    return [_refusal(change, place) for change in changed if change.key in SHAPED]
 
 
-def _differs(change: Change, place: str) -> str:
-    return f"is {change.now!r}, but the checkpoints in {place} were made with {change.before!r}"
-
-
-def _remedy(key: str) -> str:
-    if key in FIXED:
-        return ""
-    if key in SHAPED:
-        return _OTHER_SHAPES
-    accept = "checkpoint.convert_dtype=true" if key in DTYPES else f"{ACCEPT}=[{group_of(key)}]"
-    return f"; {accept} continues with the change"
+def _refusal(change: Change, place: str) -> Problem:
+    key, before, now = change
+    accept = "checkpoint.convert_dtype=true" if key in _DTYPES else f"{ACCEPT}=[{group_of(key)}]"
+    remedy = _OTHER_SHAPES if key in SHAPED else f"; {accept} continues with the change"
+    differs = f"is {now!r}, but the checkpoints in {place} were made with {before!r}"
+    return Problem(key, differs + ("" if key == _FIXED else remedy))
 
 
 def _shown(value: object) -> str:

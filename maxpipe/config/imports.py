@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
+from maxpipe.config.catalog import Engine, Variant
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.shipped import is_checkout
 
@@ -23,19 +24,8 @@ ENTRY_POINTS = "maxpipe.variants"
 OWN_VARIANTS = "one of your own: --import MODULE"
 
 
-class Variant(Protocol):
-    """An entry of the catalogue that names its implementation."""
-
-    @property
-    def implementation(self) -> str: ...
-
-
-def implementation(variant: Variant) -> Any:
-    """Import and return the function or class of a catalogue entry, named "module:attribute".
-
-    Raises:
-      ConfigError: a variant of a user cannot be imported.
-    """
+def implementation(variant: Variant | Engine) -> Any:
+    """Import and return the function or class of a catalogue entry, see `attribute_of`."""
     return attribute_of(variant.implementation)
 
 
@@ -57,13 +47,9 @@ def attribute_of(name: str) -> Any:
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--import MODULE`, whose values are in `imports` of the parsed flags."""
+    about = "import a module that adds variants of your own; may be repeated"
     parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a module that adds variants of your own; may be repeated",
+        "--import", dest="imports", action="append", default=[], metavar="MODULE", help=about
     )
 
 
@@ -118,25 +104,17 @@ def is_installed(library: str) -> bool:
 
 @contextmanager
 def optional(library: str, extra: str, key: str) -> Iterator[None]:
-    """Turn an ImportError of an optional library into an error that tells how to install it.
+    """Turn an ImportError of an optional library into a ConfigError on the key that asks for it.
 
-    Args:
-      library: the name under which it is imported.
-      extra: the extra of maxpipe that installs it.
-      key: the key that asks for it, such as `data.source`.
-
-    Raises:
-      ConfigError: the library is not installed, or an installed one cannot be imported; then the
-        message gives the reason.
+    The message says which extra of maxpipe installs it, or why an installed one fails.
     """
     try:
         yield
     except ImportError as error:
         # fsspec raises an ImportError of its own from that of the library.
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        is_missing = (
-            isinstance(cause, ModuleNotFoundError)
-            and (cause.name or "").partition(".")[0] == library
+        is_missing = isinstance(cause, ModuleNotFoundError) and (
+            f"{cause.name}.".startswith(f"{library}.")
         )
         reason = "is not installed" if is_missing else f"cannot be imported ({cause})"
         message = f"needs {library}, which {reason}: {install_command(extra)}"

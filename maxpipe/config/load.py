@@ -26,7 +26,6 @@ class Loaded:
     """A config as written, with -1 for values that are derived later, and its values' sources.
 
     Attributes:
-      config: the config, with all checks done that need no devices.
       sources: source of the value of every key: `file.yml:12`, `command line` or `default`.
       remarks: notes for the user on how the values were read.
       verbose: whether the start of a run lists every derived value.
@@ -47,7 +46,6 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
 
     Args:
       path: path of the file, or the name of a shipped configuration.
-      overrides: `key=value` words.
       undecided: keys whose values the command chooses itself. Each must be legal by itself; rules
         that read any of them, or check how they go together, are left out.
 
@@ -89,13 +87,12 @@ def _known(settings: Iterable[Setting]) -> tuple[dict[str, Setting], list[Proble
     for setting in settings:
         if setting.key in OPTIONS:
             chosen[setting.key] = setting
-            continue
-        if setting.key in SECTIONS:
-            inner = ", ".join(field.name for field in dataclasses.fields(SECTIONS[setting.key]))
-            message = f"is a section; its keys are {inner}"
+        elif setting.key in SECTIONS:
+            message = f"is a section; --help {setting.key} lists its keys"
+            problems.append(Problem(setting.key, message, setting.source))
         else:
             message = unknown_key(setting.key, is_section=isinstance(setting.raw, dict))
-        problems.append(Problem(setting.key, message, setting.source))
+            problems.append(Problem(setting.key, message, setting.source))
     return chosen, problems
 
 
@@ -109,7 +106,6 @@ def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
 
 
 def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
-    """Return the problems of `simulated_mesh_problems`, given keys without a usable value."""
     num_devices = config.mesh.simulated_devices
     has_no_mesh = any(key.startswith("mesh") for key in unusable) or axes_problems(config)
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
@@ -131,10 +127,7 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
 
     `pipeline.layers_per_stage: auto` stays; `plan.auto_stages` decides it.
 
-    Args:
-      loaded: the result of `load`, or a config made in code.
-      num_devices: devices over all slices and processes.
-      num_slices: slices joined by DCN.
+    `num_devices` counts the devices of all slices, which are joined by DCN.
 
     Raises:
       ConfigError: the config is wrong or does not fit the devices; lists all problems.
@@ -167,8 +160,9 @@ def from_record(saved: Mapping[str, object]) -> Config:
         the model; no run could have saved it.
     """
     missing = object()
-    values = {key: lookup(saved, key, missing) for key in OPTIONS}
-    values = {key: value for key, value in values.items() if value is not missing}
+    values = {
+        key: value for key in OPTIONS if (value := lookup(saved, key, missing)) is not missing
+    }
     problems = [p for key, value in values.items() if (p := _problem(key, value, named=False))]
     wrong = {problem.key for problem in problems}
     config = update(Config(), {key: value for key, value in values.items() if key not in wrong})

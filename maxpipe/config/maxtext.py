@@ -33,8 +33,7 @@ class Limit:
       advice: why another value does not work, and what to use; without a full stop.
       off: names of keys that must be off: false, 0, -1 or empty.
       values: the values that further keys must have.
-      blocks: whether a configuration with another value cannot be translated; otherwise the result
-        trains with that difference.
+      blocks: whether another value is refused; otherwise the result trains with the difference.
     """
 
     advice: str
@@ -98,9 +97,7 @@ KEYS: dict[str, Key] = {
         for theirs, ours in TENSORS.items()
     },
     # pipeline
-    "num_layers_per_pipeline_stage": Key(
-        "pipeline.num_layers_per_stage", "-1 derives it", default=1
-    ),
+    "num_layers_per_pipeline_stage": Key("pipeline.num_layers_per_stage", "-1: derived", default=1),
     "num_pipeline_repeats": Key("pipeline.num_repeats", default=-1),
     "pipeline_parallel_layers": Key("pipeline.parallel_layers", default=-1),
     "num_pipeline_microbatches": Key("pipeline.num_microbatches", default=-1),
@@ -115,23 +112,15 @@ KEYS: dict[str, Key] = {
     "scan_layers_per_stage": Key("pipeline.scan_layers_per_stage"),
     "scan_layers": Key("pipeline.scan_layers", "for the sequential engine"),
     "param_scan_axis": Key(differs="checkpoints always keep layers in dimension 0"),
-    "remat_policy": Key(
-        "pipeline.remat_policy",
-        "minimal also keeps context, as MaxText's minimal_with_context does",
-        default="full",
-    ),
+    "remat_policy": Key("pipeline.remat_policy", "minimal also keeps context", default="full"),
     # mesh
-    "context_parallel_load_balance": Key(
-        differs="always: an early and a late chunk on each device"
-    ),
+    "context_parallel_load_balance": Key(differs="always balanced"),
     "context_parallel_strategy": Key(differs="keys and values are gathered", default="all_gather"),
     "mesh_axes": Key(differs="the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
     "logical_axis_rules": Key("sharding.logical_axis_rules", "our own logical axes"),
     "data_sharding": Key(differs="batches are split over data, fsdp and expert"),
     "num_slices": Key(differs="taken from the devices", default=-1),
-    "hardware": Key(
-        "mesh.simulated_devices", "cpu: the devices that a CPU pretends to have", default="tpu"
-    ),
+    "hardware": Key("mesh.simulated_devices", "cpu pretends to have devices", default="tpu"),
     # model
     "base_num_decoder_layers": Key("model.num_layers", default=16),
     "num_decoder_layers": Key("model.num_layers"),
@@ -140,47 +129,29 @@ KEYS: dict[str, Key] = {
     "base_num_query_heads": Key("model.num_query_heads", default=16),
     "base_num_kv_heads": Key("model.num_kv_heads", default=16),
     "base_mlp_dim": Key("model.mlp_dim", default=7168),
-    "model_name": Key(
-        differs="start from a preset: maxpipe.train configs/models/NAME.yml", default="default"
-    ),
+    "model_name": Key(differs="start from a preset: maxpipe.train NAME", default="default"),
     "override_model_config": Key(differs="of several values for a key the last one counts"),
     "global_parameter_scale": Key(differs="write the sizes themselves", default=1),
-    "decoder_block": Key(
-        "model.block",
-        "llama for llama2, mistral, qwen2, qwen3, gemma2, mixtral and qwen3_moe; no others",
-        default="llama2",
-    ),
+    "decoder_block": Key("model.block", "always llama, which takes options", default="llama2"),
     "head_dim": Key("model.head_dim", default=128),
     "vocab_size": Key("model.vocab_size", default=32_000),
     "dtype": Key("model.dtype", default="bfloat16"),
     "weight_dtype": Key("model.param_dtype", default="float32"),
     "logits_via_embedding": Key("model.tie_embeddings"),
-    "normalize_embedding_logits": Key(
-        "model.logit_scale", "1 / root of embed_dim, if tied", default=True
-    ),
+    "normalize_embedding_logits": Key("model.logit_scale", "if tied", default=True),
     "mlp_activations": Key(
-        "model.mlp_activation",
-        "silu for [silu, linear], gelu_tanh for [gelu, linear]",
-        default=["silu", "linear"],
+        "model.mlp_activation", "gelu_tanh for [gelu, linear]", default=["silu", "linear"]
     ),
     "mlp_bias": Key("model.mlp_bias", "of experts; MaxText's dense blocks have none"),
-    "dropout_rate": Key(
-        "model.dropout", "the masks lie on the outputs of attention and MLP", default=0
-    ),
+    "dropout_rate": Key("model.dropout", "on the outputs of attention and MLP", default=0),
     "enable_dropout": Key("model.dropout", "false is written 0", default=True),
     "z_loss_multiplier": Key("model.z_loss", default=0),
-    "final_logits_soft_cap": Key(
-        "model.logit_soft_cap", "0 = no cap; MaxText's is of tied ones", default=0
-    ),
+    "final_logits_soft_cap": Key("model.logit_soft_cap", "MaxText's is of tied ones", default=0),
     "num_vocab_tiling": Key("model.logit_tiles", default=1),
     "use_qk_norm": Key("model.qk_norm"),
     "attention_bias": Key("model.attention_bias"),
     "attention_sink": Key("model.attention_sinks"),
-    "attention_type": Key(
-        "model.attention_kind",
-        "gqa for global, mla for mla; a window is model.attention_window",
-        default="global",
-    ),
+    "attention_type": Key("model.attention_kind", "gqa for global", default="global"),
     "sliding_window_size": Key("model.attention_window", "with model.layer_pattern", default=0),
     "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap", default=0),
     "use_post_attn_norm": Key("model.norm_placement", "with use_post_ffw_norm: sandwich"),
@@ -189,28 +160,16 @@ KEYS: dict[str, Key] = {
     "num_experts_per_tok": Key("model.moe.per_token", default=1),
     "base_moe_mlp_dim": Key("model.moe.mlp_dim", "0 = model.mlp_dim", default=-1),
     "routed_bias": Key("model.moe.logit_bias", "DeepSeek's is model.moe.selection_bias"),
-    "capacity_factor": Key(
-        "model.moe.capacity_factor", "of whole sequences; 0 = no bound", default=-1
-    ),
-    "attention": Key(
-        "model.attention", "flash is called splash, autoselected auto", default="autoselected"
-    ),
+    "capacity_factor": Key("model.moe.capacity_factor", "of sequences; 0 = no bound", default=-1),
+    "attention": Key("model.attention", "flash is called splash", default="autoselected"),
     "normalization_layer_epsilon": Key("model.norm_eps", default=1e-5),
     "rope_max_timescale": Key("model.rope_theta", default=10_000),
-    "rope_type": Key(
-        "model.rope_scaling.factor", "8 for llama3.1; YaRN is not translated", default="default"
-    ),
-    "rope_linear_scaling_factor": Key(
-        "model.rope_scaling.factor", "with rope_scaling.type=linear", default=1
-    ),
-    "local_rope_max_timescale": Key(
-        "model.rope_theta_local", "0 = as global layers, not -1", default=-1
-    ),
+    "rope_type": Key("model.rope_scaling.factor", "8 for llama3.1", default="default"),
+    "rope_linear_scaling_factor": Key("model.rope_scaling.factor", "with type=linear", default=1),
+    "local_rope_max_timescale": Key("model.rope_theta_local", "0 = as global layers", default=-1),
     "rope_use_scale": Key("model.rope_scaling.factor", "false is written 1", default=True),
     # data
-    "dataset_type": Key(
-        "data.source", "other sources; --help data.source lists them", default="synthetic"
-    ),
+    "dataset_type": Key("data.source", "see --help data.source", default="synthetic"),
     "dataset_path": Key("data.path"),
     "grain_train_files": Key("data.path"),
     "grain_file_type": Key("data.source", "array_record or parquet", default="arrayrecord"),
@@ -225,9 +184,7 @@ KEYS: dict[str, Key] = {
     "max_target_length": Key("data.sequence_length", default=2048),
     "per_device_batch_size": Key("data.global_batch_size", "times the devices", default=12),
     "eval_per_device_batch_size": Key("eval.global_batch_size", "times the devices", default=0),
-    "gradient_accumulation_steps": Key(
-        "pipeline.num_microbatches", "times those of the pipeline", default=1
-    ),
+    "gradient_accumulation_steps": Key("pipeline.num_microbatches", "times stages", default=1),
     "grain_worker_count": Key("data.num_workers", default=1),
     "enable_data_shuffling": Key("data.shuffle", default=True),
     "data_shuffle_seed": Key("seed", "one seed for everything", default=0),
@@ -246,12 +203,8 @@ KEYS: dict[str, Key] = {
     "skip_step_on_spikes": Key("optimizer.spike_window", "false is written 0"),
     "skip_step_interval": Key("optimizer.spike_window", default=128),
     "skip_step_scaling_factor": Key("optimizer.spike_deviations", default=6),
-    "abort_on_nan_loss": Key(
-        "optimizer.max_consecutive_skips", "such steps are skipped", default=True
-    ),
-    "abort_on_inf_loss": Key(
-        "optimizer.max_consecutive_skips", "such steps are skipped", default=True
-    ),
+    "abort_on_nan_loss": Key("optimizer.max_consecutive_skips", "they are skipped", default=True),
+    "abort_on_inf_loss": Key("optimizer.max_consecutive_skips", "they are skipped", default=True),
     "learning_rate": Key("optimizer.learning_rate", default=3e-5),
     "wsd_decay_steps_fraction": Key("optimizer.stable_fraction", "what is not decay", default=0.1),
     "lr_schedule_type": Key("optimizer.schedule", default="cosine"),
@@ -280,17 +233,15 @@ KEYS: dict[str, Key] = {
 # Limits of the model; they add nothing if the decoder block already has no counterpart.
 MODEL_LIMITS = (
     Limit(
-        "not translated; model.moe.shared_experts, router, scale, groups, groups_per_token, "
-        "bias_rate and model.first_dense_layers have them, as in configs/models/deepseek-v3.yml",
+        "not translated; keys of model.* have it, as in configs/models/deepseek-v3.yml",
         off="shared_experts routed_score_func routed_bias_update_rate n_routing_groups "
-        "first_num_dense_layers",
-        values={"routed_scaling_factor": 1},
-    ),
-    Limit("no layers predict later tokens than the next", off="mtp_num_layers"),
-    Limit(
-        "MaxText measures balance over the batch; set model.moe.balance_loss, which does "
-        "within each sequence, or model.moe.bias_rate in the result",
-        off="load_balance_loss_weight",
+        "first_num_dense_layers mlp_activations_limit nope_layer_interval "
+        "global_rope_max_timescale load_balance_loss_weight",
+        values={
+            "routed_scaling_factor": 1,
+            "inhomogeneous_layer_cycle_interval": 1,
+            "partial_rotary_factor": 1,
+        },
     ),
     Limit(
         "no token is left out for want of a buffer; model.moe.capacity_factor can bound experts",
@@ -298,25 +249,17 @@ MODEL_LIMITS = (
         blocks=False,
     ),
     Limit(
-        "not translated; model.mlp_limit, model.layer_pattern, model.first_dense_layers, "
-        "model.rope_fraction and model.rope_theta in the result have them",
-        off="mlp_activations_limit nope_layer_interval global_rope_max_timescale",
-        values={"inhomogeneous_layer_cycle_interval": 1, "partial_rotary_factor": 1},
-    ),
-    Limit(
-        "the blocks have no such attention, experts, positions or norms here; docs/families.md "
-        "says what models can be",
-        off="use_random_routing first_num_hash_layers moe_expert_input_dim use_double_wide_mlp "
+        "no model here has it; docs/families.md says what models can be",
+        off="mtp_num_layers "
+        "use_random_routing first_num_hash_layers moe_expert_input_dim use_double_wide_mlp "
         "moba use_indexer use_ragged_attention share_kv_projections num_kv_shared_layers "
         "attention_output_dim global_head_dim global_num_kv_heads temperature_tuning "
         "use_qk_clip use_mrope use_untrainable_positional_embedding trainable_position_size "
         "engram_layers hidden_size_per_layer_input vocab_size_per_layer_input",
         values={
-            "interleave_moe_layer_step": 1,
-            "rope_min_timescale": 1,
+            **dict.fromkeys(("qk_norm_with_scale", "v_norm_with_scale"), True),
+            **dict.fromkeys(("interleave_moe_layer_step", "rope_min_timescale"), 1),
             "mhc_expansion_rate": 1,
-            "qk_norm_with_scale": True,
-            "v_norm_with_scale": True,
         },
     ),
 )
@@ -333,8 +276,8 @@ LIMITS = (
         off="mu_dtype logits_dot_in_fp32 float32_qk_product activations_in_float32",
         values={
             "grad_dtype": "float32",
-            "cast_logits_to_fp32": True,
             "matmul_precision": "default",
+            "cast_logits_to_fp32": True,
         },
         blocks=False,
     ),
@@ -351,32 +294,18 @@ LIMITS = (
         },
     ),
     Limit(
-        "the state stays on the devices; mesh.ici.fsdp splits parameters and moments",
-        off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data",
-    ),
-    Limit(
-        "leave it out; data.source=chat in the result learns what the assistant writes, and "
-        "init_from begins with weights (docs/finetuning.md)",
-        off="use_sft use_chat_template",
-    ),
-    Limit(
-        "the objective is the next token, and all weights are dense and trained",
-        off="use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco "
-        "weight_sparsity_n weight_sparsity_m trainable_parameters_mask",
-        values={"training_objective": "causal_lm"},
-    ),
-    Limit(
-        "only parameters are read, by load_parameters_path; model.lora.rank trains new adapters",
-        off="load_full_state_path lora_input_adapters_path hf_lora_adapter_path lora_rank",
-    ),
-    Limit(
-        "leave it out; per_device_batch_size is the one size, and the optimizer has no such term",
-        off="enable_rampup_batch_size reuse_example_batch adam_eps_root",
-    ),
-    Limit(
-        "leave it out; data.path=hf:DIR and data.column in the result say where documents are",
-        off="hf_data_dir",
+        "leave it out; docs/finetuning.md and docs/data.md say what the result may have instead",
+        off="use_sft use_chat_template lora_input_adapters_path hf_lora_adapter_path lora_rank "
+        "load_full_state_path hf_data_dir",
         values={"train_data_columns": ["text"], "tokenize_train_data": True},
+    ),
+    Limit(
+        "leave it out; it has no counterpart",
+        off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data "
+        "use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco "
+        "weight_sparsity_n weight_sparsity_m trainable_parameters_mask enable_rampup_batch_size "
+        "reuse_example_batch adam_eps_root",
+        values={"training_objective": "causal_lm"},
     ),
     Limit(
         "documents begin and end with the tokenizer's own tokens, and packing separates them",
@@ -385,21 +314,24 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "initial weights have a width of their own", values={"dense_init_scale": 1}, blocks=False
+        "here initial weights have widths of their own, a layer's input is saved, weight decay "
+        "applies to matrices only, wsd falls in a straight line, and steps end a run",
+        off="adamw_mask target_eval_loss",
+        values={
+            "dense_init_scale": 1,
+            "decoder_layer_input": "device",
+            "wsd_decay_style": "linear",
+        },
+        blocks=False,
     ),
-    Limit("a layer's input is saved", values={"decoder_layer_input": "device"}, blocks=False),
-    Limit("weight decay applies to matrices only", off="adamw_mask", blocks=False),
-    Limit("wsd falls in a straight line", values={"wsd_decay_style": "linear"}, blocks=False),
-    Limit("a run ends by steps or stop_after", off="target_eval_loss", blocks=False),
 )
 LIMIT_OF = {key: limit for limit in LIMITS for key in limit.keys}
 
 
 def maxtext_hint(key: str) -> str:
     """Return what to use for a MaxText key; empty if it is not one or ours has the same name."""
-    if limit := LIMIT_OF.get(key):
-        return f"MaxText's {key} has no counterpart: {limit.advice}"
-    ours, differs, _ = KEYS.get(key, Key())
+    limit = LIMIT_OF.get(key)
+    ours, differs, _ = Key(differs=limit.advice) if limit else KEYS.get(key, Key())
     if not differs and (not ours or ours.endswith(f".{key}")):
         return ""
     if not ours:

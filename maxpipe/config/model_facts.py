@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation, with a phrase that describes it.
-
-    Attributes:
-      implementation: "module:class" or "module:function".
-      summary: a phrase for `--help` and the documentation.
-    """
+    """An implementation, "module:class" or "module:function", and a phrase for `--help`."""
 
     implementation: str
     summary: str = ""
@@ -20,9 +15,7 @@ class Variant:
 class Kernel(Variant):
     """A kernel: a class whose `unfit` says why it cannot serve a configuration.
 
-    Attributes:
-      platforms: backends that it runs on.
-      preferred_on: backends on which `auto` picks it if the sizes fit.
+    It runs on the backends `platforms`; `auto` picks it on those `preferred_on` if the sizes fit.
     """
 
     platforms: tuple[str, ...]
@@ -33,8 +26,7 @@ class Kernel(Variant):
 class AttentionKernel(Kernel):
     """`model.attention`: a class with `unfit`, `build` and `build_for_parts`.
 
-    Attributes:
-      separates_documents: whether tokens see only tokens of their own segment.
+    `separates_documents` says whether tokens see only tokens of their own segment.
     """
 
     separates_documents: bool = True
@@ -48,24 +40,23 @@ class GroupedKernel(Kernel):
 
 
 _KERNELS = "maxpipe.model.kernels."
+_ANY = ("cpu", "gpu", "tpu")
 KERNELS: dict[str, AttentionKernel] = {
     "cudnn": AttentionKernel(
         _KERNELS + "cudnn:Cudnn",
+        "cuDNN's flash attention, without packed documents",
         platforms=("gpu",),
         preferred_on=("gpu",),
-        summary="cuDNN's flash attention, without packed documents",
         separates_documents=False,
     ),
     "dot_product": AttentionKernel(
-        _KERNELS + "dot_product:DotProduct",
-        platforms=("cpu", "gpu", "tpu"),
-        summary="two matrix products, on every backend",
+        _KERNELS + "dot_product:DotProduct", "two matrix products, on every backend", platforms=_ANY
     ),
     "splash": AttentionKernel(
         _KERNELS + "splash:Splash",
+        "a TPU kernel that never holds all scores",
         platforms=("tpu",),
         preferred_on=("tpu",),
-        summary="a TPU kernel that never holds all scores",
     ),
 }
 
@@ -74,15 +65,15 @@ _EXPERTS = "maxpipe.model.experts."
 GROUPED_KERNELS: dict[str, GroupedKernel] = {
     "blocks": GroupedKernel(
         _EXPERTS + "blocks:Blocks",
-        platforms=("cpu", "gpu", "tpu"),
+        "a loop over blocks of rows of one expert, on every backend",
+        platforms=_ANY,
         preferred_on=("cpu", "gpu"),
-        summary="a loop over blocks of rows of one expert, on every backend",
     ),
     "megablox": GroupedKernel(
         _EXPERTS + "megablox:Megablox",
+        "JAX's TPU kernel for groups of any size",
         platforms=("tpu",),
         preferred_on=("tpu",),
-        summary="JAX's TPU kernel for groups of any size",
     ),
 }
 
@@ -91,26 +82,21 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 class Dispatch(Variant):
     """How tokens reach experts of other devices, `model.moe.dispatch`.
 
-    It is a function that turns the experts of one device into those of all devices.
-
-    Attributes:
-      platforms: backends that have the collectives, as JAX names them.
+    It is a function that turns the experts of one device into those of all devices, on backends
+    that have its collectives.
     """
 
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    platforms: tuple[str, ...] = _ANY
 
 
 DISPATCHES: dict[str, Dispatch] = {
     "all_to_all": Dispatch(
-        _EXPERTS + "exchange:all_to_all",
-        summary="a token goes to the devices that have its experts",
+        _EXPERTS + "exchange:all_to_all", "a token goes to the devices that have its experts"
     ),
     "ragged": Dispatch(
-        _EXPERTS + "exchange:ragged",
-        platforms=("tpu",),
-        summary="as all_to_all, without empty places on the way",
+        _EXPERTS + "exchange:ragged", "all_to_all without empty places", platforms=("tpu",)
     ),
-    "ring": Dispatch(_EXPERTS + "exchange:ring", summary="every device gets the tokens of all"),
+    "ring": Dispatch(_EXPERTS + "exchange:ring", "every device gets the tokens of all"),
 }
 
 
@@ -134,18 +120,14 @@ class Router(Variant):
 
 
 ROUTERS: dict[str, Router] = {
-    "sigmoid": Router(
-        _EXPERTS + "router:sigmoid", takes_bias=True, summary="the sigmoid of each logit"
-    ),
+    "sigmoid": Router(_EXPERTS + "router:sigmoid", "the sigmoid of each logit", takes_bias=True),
     "softmax": Router(
         _EXPERTS + "router:softmax",
+        "the softmax over all experts, then the choice",
         takes_bias=True,
-        summary="the softmax over all experts, then the choice",
     ),
     "topk_softmax": Router(
-        _EXPERTS + "router:topk_softmax",
-        is_normalised=True,
-        summary="the choice, then the softmax over it",
+        _EXPERTS + "router:topk_softmax", "the choice, then the softmax over it", is_normalised=True
     ),
 }
 
@@ -156,25 +138,23 @@ class ModelType(Variant):
 
 _FAMILIES = "maxpipe.hf.families."
 MODEL_TYPES: dict[str, ModelType] = {
-    "deepseek_v3": ModelType(_FAMILIES + "deepseek:DeepseekV3", summary="DeepSeek-V3 and R1"),
-    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
-    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
-    "glm4_moe": ModelType(_FAMILIES + "deepseek:Glm4Moe", summary="GLM-4.5 and 4.6"),
-    "gpt_oss": ModelType(_FAMILIES + "experts:GptOss", summary="gpt-oss 20B and 120B"),
-    "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
-    "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
-    "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
-    "mixtral": ModelType(_FAMILIES + "experts:Mixtral", summary="Mixtral 8x7B, 8x22B"),
-    "olmo2": ModelType(_FAMILIES + "llama:Olmo2", summary="OLMo 2"),
-    "olmo3": ModelType(_FAMILIES + "llama:Olmo3", summary="OLMo 3"),
-    "olmoe": ModelType(_FAMILIES + "experts:Olmoe", summary="OLMoE"),
-    "phi3": ModelType(_FAMILIES + "llama:Phi3", summary="Phi-3, Phi-3.5, Phi-4"),
-    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", summary="Qwen2 and Qwen2.5, dense"),
-    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", summary="Qwen3, dense"),
-    "qwen3_moe": ModelType(
-        _FAMILIES + "experts:Qwen3Moe", summary="Qwen3 with experts, as 30B-A3B and 235B-A22B"
-    ),
-    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
+    "deepseek_v3": ModelType(_FAMILIES + "deepseek:DeepseekV3", "DeepSeek-V3 and R1"),
+    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", "Gemma 2"),
+    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", "the text part of Gemma 3"),
+    "glm4_moe": ModelType(_FAMILIES + "deepseek:Glm4Moe", "GLM-4.5 and 4.6"),
+    "gpt_oss": ModelType(_FAMILIES + "experts:GptOss", "gpt-oss 20B and 120B"),
+    "granite": ModelType(_FAMILIES + "llama:Granite", "Granite 3, dense"),
+    "llama": ModelType(_FAMILIES + "llama:Llama", "Llama 2 to 3.3, SmolLM2, Yi"),
+    "mistral": ModelType(_FAMILIES + "llama:Mistral", "Mistral 7B, Nemo"),
+    "mixtral": ModelType(_FAMILIES + "experts:Mixtral", "Mixtral 8x7B, 8x22B"),
+    "olmo2": ModelType(_FAMILIES + "llama:Olmo2", "OLMo 2"),
+    "olmo3": ModelType(_FAMILIES + "llama:Olmo3", "OLMo 3"),
+    "olmoe": ModelType(_FAMILIES + "experts:Olmoe", "OLMoE"),
+    "phi3": ModelType(_FAMILIES + "llama:Phi3", "Phi-3, Phi-3.5, Phi-4"),
+    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", "Qwen2 and Qwen2.5, dense"),
+    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", "Qwen3, dense"),
+    "qwen3_moe": ModelType(_FAMILIES + "experts:Qwen3Moe", "Qwen3 with experts, as 30B-A3B"),
+    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", "SmolLM3"),
 }
 
 
@@ -200,7 +180,7 @@ class Block(Variant):
 BLOCKS: dict[str, Block] = {
     "llama": Block(
         "maxpipe.model.block:LlamaBlock",
-        summary="attention, then a gated MLP, each with its norms",
+        "attention, then a gated MLP, each with its norms",
         quantises=True,
         model_types=None,
     )
@@ -229,7 +209,7 @@ class WeightFormat(Variant):
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "hf": WeightFormat("maxpipe.hf.importer:HfWeights", summary="safetensors of Hugging Face"),
-    "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", summary="a MaxText step"),
-    "run": WeightFormat("maxpipe.training.initial_weights:RunWeights", summary="a run of maxpipe"),
+    "hf": WeightFormat("maxpipe.hf.importer:HfWeights", "safetensors of Hugging Face"),
+    "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", "a MaxText step"),
+    "run": WeightFormat("maxpipe.training.initial_weights:RunWeights", "a run of maxpipe"),
 }

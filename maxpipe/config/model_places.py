@@ -24,18 +24,15 @@ TOKENIZER = "tokenizer.json"
 PLAIN_IDS = "ids:"  # in data.tokenizer, before a number of ids that stand for no text
 CHATML = "chatml"  # in data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
-_MOST_DIGITS = 9  # in a number of ids, which Python could otherwise refuse to convert
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
 _URL = re.compile(r"[a-z][a-z0-9]*://.+")
 
 
 class ModelFile(Protocol):
-    """A file that is read by byte ranges.
+    """A file of `size` bytes that is read by byte ranges.
 
-    Attributes:
-      size: bytes.
-      block_size: most bytes that one read should have; 0 if reads take no memory.
+    One read should have at most `block_size` bytes; 0 if reads take no memory.
     """
 
     size: int
@@ -89,13 +86,14 @@ def folder_of(value: str) -> str:
 
 def maxtext_directory(value: str) -> str:
     """Return the directory of `maxtext:DIR`; "" if a value has another scheme or none."""
-    is_maxtext = value.startswith(MAXTEXT)
-    return os.path.expanduser(value.removeprefix(MAXTEXT)) if is_maxtext else ""
+    scheme, directory = split_scheme(value)
+    return os.path.expanduser(directory) if scheme == MAXTEXT else ""
 
 
 def run_of(value: str) -> str:
     """Return the directory of `run:DIR`; "" if a value has another scheme or none."""
-    return os.path.expanduser(value.removeprefix(RUN)) if value.startswith(RUN) else ""
+    scheme, directory = split_scheme(value)
+    return os.path.expanduser(directory) if scheme == RUN else ""
 
 
 def is_url(folder: str) -> bool:
@@ -116,15 +114,13 @@ def open_folder(value: str, key: str) -> ModelFolder:
     """
     folder = folder_of(value)
     place = "store" if is_url(folder) else "directory" if is_directory(folder) else "hub"
-    opened: ModelFolder = implementation(MODEL_PLACES[place])(folder, key)
-    return opened
+    return implementation(MODEL_PLACES[place])(folder, key)
 
 
 def num_plain_ids(value: str) -> int:
     """Return N of `data.tokenizer=ids:N`; 0 for another tokenizer, or if N is not legal."""
-    number = value.removeprefix(PLAIN_IDS) if value.startswith(PLAIN_IDS) else ""
-    is_number = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS
-    return int(number) if is_number and int(number) >= LEAST_PLAIN_IDS else 0
+    match = re.fullmatch(PLAIN_IDS + "([0-9]{1,9})", value)
+    return int(match[1]) if match and int(match[1]) >= LEAST_PLAIN_IDS else 0
 
 
 def tokenizer_path(value: str) -> str:

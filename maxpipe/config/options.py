@@ -4,63 +4,46 @@ import dataclasses
 import difflib
 import functools
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from maxpipe.config.maxtext import maxtext_hint, misspelt
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.fields import Bounds
 
-# What other trainers call our keys.
-SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "lr": ("optimizer.learning_rate",),
-    "wd": ("optimizer.weight_decay",),
-    "optimizer": ("optimizer.name",),
-    "lr_scheduler": ("optimizer.schedule",),
-    "clip_grad_norm": ("optimizer.grad_clip_norm",),
-    "max_grad_norm": ("optimizer.grad_clip_norm",),
-    "max_steps": ("steps",),
-    "num_steps": ("steps",),
-    "train_steps": ("steps",),
-    "train_iters": ("steps",),
-    "hidden_size": ("model.embed_dim",),
-    "d_model": ("model.embed_dim",),
-    "d_ff": ("model.mlp_dim",),
-    "ffn_dim": ("model.mlp_dim",),
-    "intermediate_size": ("model.mlp_dim",),
-    "layers": ("model.num_layers",),
-    "num_hidden_layers": ("model.num_layers",),
-    "n_heads": ("model.num_query_heads",),
-    "num_heads": ("model.num_query_heads",),
-    "num_attention_heads": ("model.num_query_heads",),
-    "num_key_value_heads": ("model.num_kv_heads",),
-    "rms_norm_eps": ("model.norm_eps",),
-    "tie_word_embeddings": ("model.tie_embeddings",),
-    "weight_tying": ("model.tie_embeddings",),
-    "seq_len": ("data.sequence_length",),
-    "max_seq_len": ("data.sequence_length",),
-    "context_length": ("data.sequence_length",),
-    "block_size": ("data.sequence_length",),
-    "batch_size": ("data.global_batch_size", "eval.global_batch_size"),
-    "dataset": ("data.source", "data.path"),
-    "micro_batches": ("pipeline.num_microbatches",),
-    "num_stages": ("mesh.ici.stage",),
-    "stages": ("mesh.ici.stage",),
-    "pipeline_parallel_size": ("mesh.ici.stage",),
-    "tensor_parallel_size": ("mesh.ici.tensor",),
-    "pp": ("mesh.ici.stage",),
-    "tp": ("mesh.ici.tensor",),
-    "dp": ("mesh.ici.data",),
-    "cp": ("mesh.ici.context",),
-    "num_devices": ("mesh.simulated_devices",),
-    "gradient_checkpointing": ("pipeline.remat_policy",),
-    "remat": ("pipeline.remat_policy",),
-    "save_every": ("checkpoint.every",),
-    "save_interval": ("checkpoint.every",),
-    "save_steps": ("checkpoint.every",),
-    "eval_every": ("eval.every",),
+SectionT = TypeVar("SectionT")
+
+# Our keys, and what other trainers call them.
+_CALLED = {
+    "optimizer.learning_rate": "lr",
+    "optimizer.weight_decay": "wd",
+    "optimizer.name": "optimizer",
+    "optimizer.schedule": "lr_scheduler",
+    "optimizer.grad_clip_norm": "clip_grad_norm max_grad_norm",
+    "steps": "max_steps num_steps train_steps train_iters",
+    "model.embed_dim": "hidden_size d_model",
+    "model.mlp_dim": "d_ff ffn_dim intermediate_size",
+    "model.num_layers": "layers num_hidden_layers",
+    "model.num_query_heads": "n_heads num_heads num_attention_heads",
+    "model.num_kv_heads": "num_key_value_heads",
+    "model.norm_eps": "rms_norm_eps",
+    "model.tie_embeddings": "tie_word_embeddings weight_tying",
+    "data.sequence_length": "seq_len max_seq_len context_length block_size",
+    "data.global_batch_size eval.global_batch_size": "batch_size",
+    "data.source data.path": "dataset",
+    "pipeline.num_microbatches": "micro_batches",
+    "pipeline.remat_policy": "gradient_checkpointing remat",
+    "mesh.ici.stage": "num_stages stages pipeline_parallel_size pp",
+    "mesh.ici.tensor": "tensor_parallel_size tp",
+    "mesh.ici.data": "dp",
+    "mesh.ici.context": "cp",
+    "mesh.simulated_devices": "num_devices",
+    "checkpoint.every": "save_every save_interval save_steps",
+    "eval.every": "eval_every",
 }
+SYNONYMS = {theirs: ours.split() for ours, names in _CALLED.items() for theirs in names.split()}
 
 
 @dataclass(frozen=True)
@@ -80,22 +63,20 @@ class Option:
         return [str(choice) for choice in self.bounds.choices or ()]
 
 
-def _walk(section: type, prefix: str, needs: str = "") -> Iterator[tuple[str, Option | type]]:
+def _walk(section: Any, prefix: str, needs: str = "") -> Iterator[tuple[str, Option | type]]:
     for field in dataclasses.fields(section):
         key = prefix + field.name
         if dataclasses.is_dataclass(field.type):
             yield key, typing.cast(type, field.type)
-            yield from _walk(
-                typing.cast(type, field.type), key + ".", field.metadata.get("needs", "")
-            )
-        else:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
-            bounds = field.metadata["bounds"]
-            if needs and not bounds.needs and needs != key:
-                bounds = dataclasses.replace(bounds, needs=needs)
-            yield key, Option(key, field.type, default, bounds)
+            yield from _walk(field.type, key + ".", field.metadata.get("needs", ""))
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        bounds = field.metadata["bounds"]
+        if needs and not bounds.needs and needs != key:
+            bounds = dataclasses.replace(bounds, needs=needs)
+        yield key, Option(key, field.type, default, bounds)
 
 
 _TABLE = dict(_walk(Config, ""))
@@ -117,9 +98,17 @@ def is_set(config: Config, key: str) -> bool:
     return get(config, key) != OPTIONS[key].default
 
 
-def update(config: Config, values: Mapping[str, object]) -> Config:
-    """Return a copy with some keys changed; neither keys nor values are checked."""
-    return _update(config, {tuple(key.split(".")): value for key, value in values.items()})
+def update(section: SectionT, values: Mapping[str, object]) -> SectionT:
+    """Return a copy of a config with some keys changed; neither keys nor values are checked."""
+    inner: dict[str, dict[str, object]] = defaultdict(dict)
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        inner[name][rest] = value
+    fields = {
+        name: changed[""] if "" in changed else update(getattr(section, name), changed)
+        for name, changed in inner.items()
+    }
+    return dataclasses.replace(typing.cast(Any, section), **fields)
 
 
 def unknown_key(key: str, is_section: bool = False) -> str:
@@ -128,12 +117,11 @@ def unknown_key(key: str, is_section: bool = False) -> str:
     while section and section not in _TABLE:
         section = section.rpartition(".")[0]
     if section in OPTIONS:
-        kind = "list" if isinstance(OPTIONS[section].default, list) else "value"
-        return f"unknown key; {section} takes a {kind} and is no section, see --help {section}"
+        return f"unknown key; {section} takes a value and is no section, see --help {section}"
     is_ours = is_section or (section and any(_last(name) == last for name in OPTIONS))
     if not is_ours and (theirs := maxtext_hint(last)):
         return theirs
-    if near := nearest_keys(key, is_section):
+    if near := _nearest_keys(key, is_section):
         return f"unknown key; did you mean {' or '.join(near)}?"
     if theirs := maxtext_hint(misspelt(last)):
         return f"unknown key; {theirs}"
@@ -144,37 +132,25 @@ def unknown_key(key: str, is_section: bool = False) -> str:
     return f"unknown key; the sections are {top}, and --help SECTION lists their keys"
 
 
-def nearest_keys(key: str, is_section: bool = False) -> list[str]:
+def _nearest_keys(key: str, is_section: bool) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    These are keys that end in the same word or that other trainers call so, or else with the most
-    similar last word, in the same section or in any.
+    These are keys that other trainers call so, or else with the most similar last word, those of
+    the same section before others.
     """
-    names = [*SECTIONS] if is_section else [*OPTIONS]
     section, _, last = key.rpartition(".")
     if not is_section and last in SYNONYMS:
-        return [*SYNONYMS[last]]
-    inside = [name for name in names if name.rpartition(".")[0] == section]
-    for some, cutoff in ((names, 1.0), (inside, 0.75), (names, 0.85)):
-        if near := difflib.get_close_matches(last, map(_last, some), n=1, cutoff=cutoff):
-            keys = [name for name in some if _last(name) in near]
-            return sorted(keys, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
-    return []
+        return SYNONYMS[last]
+    names = [*SECTIONS] if is_section else [*OPTIONS]
+    near = difflib.get_close_matches(last, map(_last, names), n=1, cutoff=0.8)
+    keys = [name for name in names if _last(name) in near]
+    inside = [name for name in keys if name.rpartition(".")[0] == section]
+
+    def unlikeness(name: str) -> float:
+        return -difflib.SequenceMatcher(None, name, key).ratio()
+
+    return inside or sorted(keys, key=unlikeness)[:3]
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def _update(section: Any, values: Mapping[tuple[str, ...], object]) -> Any:
-    fields: dict[str, object] = {path[0]: value for path, value in values.items() if len(path) == 1}
-    for name in {path[0] for path in values if len(path) > 1}:
-        inner = {
-            path[1:]: value for path, value in values.items() if path[0] == name and len(path) > 1
-        }
-        fields[name] = _update(getattr(section, name), inner)
-    return dataclasses.replace(section, **fields)

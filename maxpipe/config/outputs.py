@@ -10,9 +10,7 @@ from maxpipe.config.errors import ConfigError, Problem
 def unwritable(file: str, *, is_replaced: bool = False) -> str:
     """Return why a file cannot be written; empty if it can.
 
-    Args:
-      file: its path.
-      is_replaced: whether a new file replaces it; then it must not be a device (/dev/stdout).
+    If a new file replaces it, it must not be a device (/dev/stdout).
     """
     if file == "-":
         return "a dash is no file; /dev/stdout is standard output"
@@ -54,11 +52,7 @@ def output_problems(
 
 
 def check_local(flag: str, place: str) -> None:
-    """Check that a flag names a path on this machine; the command makes it if it is missing.
-
-    Raises:
-      ConfigError: it is a URL; taken as a path, it would make a directory called `gs:`.
-    """
+    """Raise ConfigError if a flag names a URL, which would make a directory called `gs:`."""
     if "://" in place:
         message = f"{place} is a URL; write to a path of this machine, and copy what is there"
         raise ConfigError(Problem(flag, message))
@@ -70,11 +64,7 @@ def is_device(file: str) -> bool:
 
 
 def write_file(flag: str, file: str, content: str | bytes) -> None:
-    """Write the file that a flag names.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+    """Write the file that a flag names; raises ConfigError if it cannot be written."""
     try:
         Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:

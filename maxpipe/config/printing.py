@@ -1,7 +1,6 @@
 """Print a config as YAML, plain or with the sources of values; explain automatic decisions."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator
 
 import yaml
 
@@ -10,10 +9,9 @@ from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.engines import idle_notes
-from maxpipe.config.rules.layout import data_shards, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.config.values import AUTO, nearest, number
+from maxpipe.config.values import AUTO, nearest
 
 DERIVED = "  # derived"  # ends a line of config.yml
 _SOURCE_COLUMN = 44
@@ -31,7 +29,6 @@ def to_yaml(
 
 
 def _differences(config: Config) -> str:
-    """Return the keys that differ from their defaults, as YAML."""
     return to_yaml(config, [key for key in OPTIONS if is_set(config, key)]) or "Config()"
 
 
@@ -69,21 +66,14 @@ def notes(
       verbose: whether to list values, too, that are derived as the help of their keys says.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
-    lines = []
-    if before is not None:
-        changed = differing_keys(resolved, before)
-        lines = [
-            f"{key}={get(resolved, key)}: {reason}"
-            for key in changed
-            if (verbose or not OPTIONS[key].bounds.derived) and (reason := _reason(resolved, key))
-        ]
-    remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
-    lines = [*remarks, *lines, *_outside(resolved), *idle_notes(resolved, before)]
-    return [*lines, *_in_vain(resolved)]
+    lines = [*loaded.remarks] if isinstance(loaded, Loaded) else []
+    for key in differing_keys(resolved, before) if before else ():
+        if (verbose or not OPTIONS[key].bounds.derived) and (reason := _reason(resolved, key)):
+            lines.append(f"{key}={get(resolved, key)}: {reason}")
+    return [*lines, *_outside(resolved), *idle_notes(resolved, before), *_in_vain(resolved)]
 
 
 def _outside(c: Config) -> Iterator[str]:
-    """Yield a line for each kind of layer that runs outside the pipeline."""
     engine, place = ENGINES[c.pipeline.engine], c.pipeline.outside_layers
     outside = c.model.stacked_layers - c.pipeline.parallel_layers
     if engine.has_stages and (first := c.model.first_dense_layers):
@@ -93,10 +83,6 @@ def _outside(c: Config) -> Iterator[str]:
     how = "the stages as data parallelism"
     if not engine.one_program:
         how = f"the {'first' if place == 'before' else 'last'} chunk, on its stage alone"
-    rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-    if engine.lockstep and rows % num_stages(c):
-        counted = f"{rows} row{'s' * (rows > 1)}"
-        how += f"; {num_stages(c)} stages do not divide {counted}, so some compute padding"
     yield (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
         f"{outside} of {c.model.stacked_layers} layers run {place} the pipeline, with {how}"
@@ -116,7 +102,6 @@ def _reason(c: Config, key: str) -> str:
 
 
 def _in_vain(c: Config) -> Iterator[str]:
-    """Yield a line for each value that comes to nothing for a reason of its own."""
     known = [str(axis) for axis, _ in DEFAULT_RULES]
     for axis, _ in c.sharding.logical_axis_rules:
         if axis not in known:
@@ -147,30 +132,10 @@ def _lines(
             for item in value:
                 yield f"{indent}- {_flow(item)}", None
         else:
-            yield f"{indent}{name}: {_shown(key, value)}", key
-
-
-def _shown(key: str, value: object) -> str:
-    """Return a value as it is written in YAML."""
-    return "auto" if OPTIONS[key].bounds.derived and value == AUTO else _flow(value)
+            is_auto = OPTIONS[key].bounds.derived and value == AUTO
+            yield f"{indent}{name}: {'auto' if is_auto else _flow(value)}", key
 
 
 def _flow(value: object) -> str:
-    text: str = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, width=2**20, allow_unicode=True
-    )
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings in mappings that would be read back as numbers, such as a path `4k`."""
-
-    def represent_mapping(
-        self, tag: str, mapping: Mapping[str, object], flow_style: bool | None = None
-    ) -> yaml.MappingNode:
-        node = super().represent_mapping(tag, mapping, flow_style)
-        for _, item in node.value:
-            with suppress(ValueError):
-                if item.tag == "tag:yaml.org,2002:str" and number(item.value) is not None:
-                    item.style = "'"
-        return node

@@ -51,11 +51,11 @@ def locate_config(word: str) -> str:
     if word in configs:
         return shown_path(configs[word])
     if os.path.isdir(word):
-        raise ConfigError(Problem("", f"{word} is a directory; {_file_in(path)}"))
+        message = f"{word} is a directory; name a YAML file, such as the config.yml of a run"
+        raise ConfigError(Problem("", message))
     if len(path.parts) > 1:
         return word
-    own = [word + suffix for suffix in SUFFIXES if _is_file(word + suffix)]
-    near = own or difflib.get_close_matches(word.lower(), configs, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), configs, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]}? the" if near else "the"
     message = f"{word!r} is neither a file nor a preset; {guess} presets are {', '.join(configs)}"
     raise ConfigError(Problem("", message))
@@ -63,12 +63,6 @@ def locate_config(word: str) -> str:
 
 def _is_file(path: str) -> bool:
     return os.path.exists(path) and not os.path.isdir(path)  # a pipe counts as a file
-
-
-def _file_in(directory: Path) -> str:
-    """Return what to name instead of a directory: a run's has the configuration it trained with."""
-    file = directory / "config.yml"
-    return f"did you mean {file}?" if file.is_file() else "name a YAML file"
 
 
 def names_config(word: str) -> bool:

@@ -9,8 +9,10 @@ import math
 import re
 from dataclasses import dataclass
 
-CUBE = 4  # 3D slices of 64 chips or more are made of cubes of 4 x 4 x 4
-HOST = 2  # chips of a host in each of the first two dimensions
+_CUBE = 4  # 3D slices of 64 chips or more are made of cubes of 4 x 4 x 4
+_HOST = 2  # chips of a host in each of the first two dimensions
+_SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
 
 @dataclass(frozen=True)
@@ -22,39 +24,30 @@ class Generation:
       grids: the usual slices below one cube (3 dimensions), or all of them (2 dimensions).
       most_chips: chips of the largest slice.
       host_chips: chips of the largest slice that one host drives alone.
-      cores_per_chip: what the number in the cloud's name counts, per chip.
-      devices_per_chip: JAX devices of a chip in libtpu's topologies.
       aliases: other names of the kind.
+      cores: what the number in the cloud's name counts, per chip.
+      devices: JAX devices of a chip in libtpu's topologies.
     """
 
     name: str
     grids: tuple[str, ...]
     most_chips: int
     host_chips: int
-    cores_per_chip: int = 1
-    devices_per_chip: int = 1
     aliases: tuple[str, ...] = ()
+    cores: int = 1
+    devices: int = 1
 
 
-_SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-GENERATIONS = (
-    Generation("v4", cores_per_chip=2, grids=_SMALL, most_chips=4096, host_chips=4),
-    Generation("v5e", grids=_FLAT, aliases=("v5litepod", "v5lite"), most_chips=256, host_chips=8),
-    Generation("v5p", cores_per_chip=2, grids=_SMALL, most_chips=6144, host_chips=4),
-    Generation("v6e", grids=_FLAT, aliases=("trillium",), most_chips=256, host_chips=8),
-    Generation(
-        "tpu7x",
-        cores_per_chip=2,
-        devices_per_chip=2,
-        grids=_SMALL,
-        aliases=("v7x", "tpu7", "v7", "ironwood"),
-        most_chips=9216,
-        host_chips=4,
-    ),
+_TPU7X = ("v7x", "tpu7", "v7", "ironwood")
+_GENERATIONS = (
+    Generation("v4", _SMALL, most_chips=4096, host_chips=4, cores=2),
+    Generation("v5e", _FLAT, most_chips=256, host_chips=8, aliases=("v5litepod", "v5lite")),
+    Generation("v5p", _SMALL, most_chips=6144, host_chips=4, cores=2),
+    Generation("v6e", _FLAT, most_chips=256, host_chips=8, aliases=("trillium",)),
+    Generation("tpu7x", _SMALL, 9216, host_chips=4, aliases=_TPU7X, cores=2, devices=2),
 )
-GPUS = ("a100", "h100", "h200", "b200")
-_BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
+_BY_NAME = {name: entry for entry in _GENERATIONS for name in (entry.name, *entry.aliases)}
+_EXAMPLES = ["v4:2x2x1", "v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x1"]
 _NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
 
 
@@ -66,35 +59,22 @@ def canonical_topology(name: str) -> str:
         nearest ones.
     """
     match = _NAME.fullmatch(name.lower())
-    kind, number = (match[1], match[3]) if match else (name.lower(), "")
+    kind, number = (match[1], match[3]) if match else ("", "")
     generation = _BY_NAME.get(kind)
-    if generation is None and "x" in number:
-        return f"{kind}:{number}"  # an older chip, which libtpu may know
-    if generation is None or match is None:
-        raise ValueError(f"{name!r} {_misnamed(kind, number)}")
-    if "x" in number:
-        return f"{generation.name}:{number}"
-    chips, odd = divmod(int(number), generation.cores_per_chip)
+    if "x" in number:  # an older chip libtpu may know
+        return f"{generation.name if generation else kind}:{number}"
+    if generation is None:
+        raise ValueError(
+            f"{name!r} is neither cpu nor a chip and its grid, such as {', '.join(_EXAMPLES)}, or "
+            "v5p-128 as the cloud names it; maxpipe.plan takes GPUs as well"
+        )
+    chips, odd = divmod(int(number), generation.cores)
     grid = _usual_grids(generation).get(chips)
     if odd or not grid:
-        unit = "TensorCores" if generation.cores_per_chip > 1 else "chips"
-        near = ", ".join(nearest_slices(generation, chips))
+        unit = "TensorCores" if generation.cores > 1 else "chips"
+        near = ", ".join(_nearest_slices(generation, chips))
         raise ValueError(f"there is no slice of {number} {unit}; the nearest are {near}")
     return f"{generation.name}:{grid}"
-
-
-def _misnamed(kind: str, number: str) -> str:
-    """Return what is wrong with the name of something that is not compiled for."""
-    if kind == "cpu":
-        return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={number}"
-    if kind in GPUS:
-        command = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{number}"
-        return f"names GPUs, which maxpipe.compile does not support; {command} predicts for them"
-    if generation := _BY_NAME.get(kind):
-        grid = _usual_grids(generation)[generation.host_chips]
-        return f"has no grid; give one, such as {generation.name}:{grid}"
-    examples = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
-    return f"is neither cpu nor a chip and its grid, such as {examples}"
 
 
 def names_kind(topology: str) -> bool:
@@ -120,7 +100,7 @@ def _usual_grids(generation: Generation) -> dict[int, str]:
     grids = {_product(grid): grid for grid in generation.grids}
     if generation.grids == _FLAT:
         return grids
-    for cubes in range(1, generation.most_chips // CUBE**3 + 1):
+    for cubes in range(1, generation.most_chips // _CUBE**3 + 1):
         sizes = [
             (a, b, cubes // (a * b))
             for a in range(1, cubes + 1)
@@ -128,7 +108,7 @@ def _usual_grids(generation: Generation) -> dict[int, str]:
             for b in range(a, cubes // a + 1)
             if cubes // a % b == 0 and cubes // (a * b) >= b
         ]
-        grids[cubes * CUBE**3] = "x".join(str(CUBE * size) for size in min(sizes, key=sum))
+        grids[cubes * _CUBE**3] = "x".join(str(_CUBE * size) for size in min(sizes, key=sum))
     return grids
 
 
@@ -136,13 +116,13 @@ def _product(grid: str) -> int:
     return math.prod(map(int, grid.split("x")))
 
 
-def nearest_slices(generation: Generation, chips: int) -> list[str]:
+def _nearest_slices(generation: Generation, chips: int) -> list[str]:
     """Return up to two usual slices around a number of chips: "v5p-64 (v5p:2x4x4)"."""
     grids = _usual_grids(generation)
     below = [count for count in grids if count <= chips][-1:]
     above = [count for count in grids if count > chips][:1]
     return [
-        f"{generation.name}-{count * generation.cores_per_chip} ({generation.name}:{grids[count]})"
+        f"{generation.name}-{count * generation.cores} ({generation.name}:{grids[count]})"
         for count in (*below, *above)
     ]
 
@@ -150,9 +130,7 @@ def nearest_slices(generation: Generation, chips: int) -> list[str]:
 def examples_of(topology: str) -> list[str]:
     """Return usual slices near a canonical topology; of several kinds if its kind is unknown."""
     generation = _BY_NAME.get(topology.partition(":")[0])
-    if generation is None:
-        return ["v4:2x2x1", "v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x1"]
-    return nearest_slices(generation, num_chips(topology))
+    return _nearest_slices(generation, num_chips(topology)) if generation else _EXAMPLES
 
 
 def num_chips(topology: str) -> int:
@@ -163,7 +141,7 @@ def num_chips(topology: str) -> int:
 def num_devices(topology: str) -> int:
     """Return the number of JAX devices of a canonical topology."""
     generation = _BY_NAME.get(topology.partition(":")[0])
-    return num_chips(topology) * (generation.devices_per_chip if generation else 1)
+    return num_chips(topology) * (generation.devices if generation else 1)
 
 
 def check_grid(topology: str) -> None:
@@ -173,22 +151,20 @@ def check_grid(topology: str) -> None:
       ValueError: the chip is unknown, or its slices have other sizes or fewer chips.
     """
     name, _, grid = topology.partition(":")
-    if name not in _BY_NAME:
-        known = ", ".join(generation.name for generation in GENERATIONS)
-        raise ValueError(f"there is no chip {name!r} in the table; it has {known}")
-    generation, sizes = _BY_NAME[name], [int(size) for size in grid.split("x")]
-    dimensions = len(generation.grids[0].split("x"))
-    chips = math.prod(sizes)
-    legal = "; usual slices: " + ", ".join(nearest_slices(generation, max(chips, 1)))
+    generation, sizes = _generation(name), [int(size) for size in grid.split("x")]
+    dimensions, chips = len(generation.grids[0].split("x")), math.prod(sizes)
+    reason = ""
     if len(sizes) != dimensions or min(sizes) < 1:
-        raise ValueError(f"{topology}: grids of {name} have {dimensions} dimensions{legal}")
-    if grid not in generation.grids and any(size % HOST for size in sizes[:2]):
-        raise ValueError(f"{topology}: a host holds 2x2 chips{legal}")
-    if chips > generation.most_chips:
-        most = generation.most_chips
-        raise ValueError(f"{topology} has {chips} chips; the largest slice has {most}{legal}")
-    if dimensions == 3 and chips > CUBE**3 and any(size % CUBE for size in sizes):
-        raise ValueError(f"{topology}: slices above 64 chips are made of cubes of 4x4x4{legal}")
+        reason = f"grids of {name} have {dimensions} dimensions"
+    elif grid not in generation.grids and any(size % _HOST for size in sizes[:2]):
+        reason = "a host holds 2x2 chips"
+    elif chips > generation.most_chips:
+        reason = f"it has {chips} chips; the largest slice has {generation.most_chips}"
+    elif dimensions == 3 and chips > _CUBE**3 and any(size % _CUBE for size in sizes):
+        reason = "slices above 64 chips are made of cubes of 4x4x4"
+    if reason:
+        usual = ", ".join(_nearest_slices(generation, max(chips, 1)))
+        raise ValueError(f"{topology}: {reason}; usual slices: {usual}")
 
 
 def slices_of(name: str) -> list[str]:
@@ -197,11 +173,15 @@ def slices_of(name: str) -> list[str]:
     Raises:
       ValueError: there is no kind of this name.
     """
-    if name.lower() not in _BY_NAME:
-        known = ", ".join(generation.name for generation in GENERATIONS)
-        raise ValueError(f"there is no kind of TPU {name!r}; there are {known}")
-    generation = _BY_NAME[name.lower()]
+    generation = _generation(name.lower())
     return [f"{generation.name}:{grid}" for grid in _usual_grids(generation).values()]
+
+
+def _generation(name: str) -> Generation:
+    if name not in _BY_NAME:
+        known = ", ".join(generation.name for generation in _GENERATIONS)
+        raise ValueError(f"there is no chip {name!r} in the table; it has {known}")
+    return _BY_NAME[name]
 
 
 def hosts_of(topology: str) -> int:
@@ -209,4 +189,4 @@ def hosts_of(topology: str) -> int:
     generation = _BY_NAME.get(topology.partition(":")[0])
     chips = num_chips(topology)
     is_one_host = generation is None or chips <= generation.host_chips
-    return 1 if is_one_host else -(-chips // HOST**2)
+    return 1 if is_one_host else -(-chips // _HOST**2)

@@ -95,15 +95,11 @@ def no_tracebacks() -> Iterator[None]:
 
 
 def emit(text: str, stream: TextIO | None = None) -> None:
-    """Print lines of a run; a console that cannot be written to must not end it.
+    """Print lines of a run, by default to standard output, without the secrets in URLs.
 
     Text and newline are one write, even without buffers (`PYTHONUNBUFFERED`), since other processes
-    may write to the same console. If the reader of the console has exited, or its disk is full,
-    standard error gets one line.
-
-    Args:
-      text: lines without the last newline; secrets in URLs are not shown.
-      stream: where to print; None = standard output.
+    may write to the same console. A console that cannot be written to must not end the run: if its
+    reader has exited, or its disk is full, standard error gets one line.
     """
     stream = stream or sys.stdout
     try:

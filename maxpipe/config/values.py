@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +35,6 @@ class Scalar:
 
 Raw: TypeAlias = "Scalar | list[Raw] | dict[str, Raw]"
 
-_LONGEST_SHOWN = 80  # characters of a value in a message
 AUTO = [-1]  # value of a list that is written as the word auto
 
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
@@ -43,7 +43,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _EXAMPLES: Mapping[object, str] = {
     "model.layer_pattern": "[local, global]",
     "mesh.elastic.axes": "[data, fsdp]",
-    "data.mixture": "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
+    list[MixtureEntry]: "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
     "{source: text, path: b.txt, weight: 0.3}]",
     list[str]: "[data, tokenizer]",
     list[float]: "[1.0, 1.5]",
@@ -59,55 +59,51 @@ def convert(option: Option, raw: Raw) -> object:
     """
     if isinstance(raw, dict):
         raise ValueError("takes a value, not a section of further keys")
-    if isinstance(raw, Scalar) and raw.is_null and option.type is not str:
-        raise ValueError("has no value")
-    if isinstance(raw, Scalar) and option.bounds.zero and raw.text == option.bounds.zero:
-        return 0
-    if option.type in _READERS:
+    is_list = option.type not in _READERS
+    if isinstance(raw, Scalar):
+        if raw.is_null and option.type is not str:
+            raise ValueError("has no value")
+        if option.bounds.zero and raw.text == option.bounds.zero:
+            return 0
+        if is_list and option.bounds.derived and raw.text == "auto":
+            return AUTO
+        if option.type == list[str]:
+            raw = [raw]
+    if not is_list:
         return _READERS[option.type](raw)
-    if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":
-        return AUTO
-    if option.type == list[str] and isinstance(raw, Scalar) and raw.text:
-        return [_string(raw)]  # a list of one word
     if not isinstance(raw, list):
-        raise ValueError(f"expected a list such as {example(option)}, got {show(raw)}")
-    if option.type == list[MixtureEntry]:
-        return [_mapping(item, option) for item in raw]
+        raise ValueError(f"expected a list such as {example(option)}, got {_show(raw)}")
     (item_type,) = typing.get_args(option.type)
     return [_READERS.get(item_type, _plain)(item) for item in raw]
 
 
 def check_type(option: Option, value: object) -> None:
     """Raise ValueError unless a Python value has the option's type; an int is a legal float."""
-    if option.type in _READERS:
-        legal, expected = _is(value, option.type), _NAMES[option.type]
-    else:
-        (kind,) = typing.get_args(option.type)
-        kind = dict if kind is MixtureEntry else kind
-        legal = isinstance(value, list) and all(_is(item, kind) for item in value)
-        expected = f"a list such as {example(option)}"
-    if not legal:
+    if not _is(value, option.type):
+        expected = _NAMES.get(option.type) or f"a list such as {example(option)}"
         raise ValueError(f"expected {expected}, got {value!r}")
 
 
-def _is(value: object, kind: object) -> bool:
+def _is(value: object, kind: Any) -> bool:
+    if typing.get_origin(kind) is list:
+        (kind,) = typing.get_args(kind)
+        return isinstance(value, list) and all(_is(item, kind) for item in value)
     if kind is Any or isinstance(value, bool):
         return kind in (Any, bool)
-    return isinstance(value, (int, float) if kind is float else typing.cast(type, kind))
+    kinds: dict[Any, Any] = {float: (int, float), MixtureEntry: dict}
+    return isinstance(value, kinds.get(kind, kind))
 
 
 def check_bounds(option: Option, value: Any) -> None:
     """Raise ValueError, with the legal values, if a value of the right type breaks the bounds."""
-    bounds = option.bounds
-    choices = option.choices
+    bounds, choices = option.bounds, option.choices
     for item in value if isinstance(value, list) else [value]:
         if choices and item not in choices:
             own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
             legal = f"{', '.join(choices)}{own}{nearest(str(item), choices)}"
             raise ValueError(f"{item!r} is not one of {legal}")
     if bounds.pattern and not re.fullmatch(bounds.pattern.encode(), os.fsencode(value), re.DOTALL):
-        shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
-        raise ValueError(f"{shown!r} is not {bounds.form}")
+        raise ValueError(f"{value!r} is not {bounds.form}")
     if bounds.derived and value == -1:
         return
     limits = (
@@ -123,7 +119,7 @@ def check_bounds(option: Option, value: Any) -> None:
 
 def closest(value: str, choices: Sequence[str]) -> str | None:
     """Return the choice that is most like `value`, or None if no choice is like it."""
-    return next(iter(difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(value.lower(), choices, n=1)), None)
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -134,10 +130,7 @@ def nearest(value: str, choices: Sequence[str]) -> str:
 
 def is_finite(value: float) -> bool:
     """Return whether a float can hold a number: not NaN, infinite, or an integer too large."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    return abs(value) <= sys.float_info.max
 
 
 def as_written(value: object) -> str:
@@ -150,8 +143,7 @@ def words_of(changes: Mapping[str, object]) -> str:
     return " ".join(f"{key}={as_written(value)}" for key, value in changes.items())
 
 
-def show(raw: Raw) -> str:
-    """Return a short form of a raw value for messages."""
+def _show(raw: Raw) -> str:
     if isinstance(raw, Scalar):
         return repr(raw.text)
     return "a list" if isinstance(raw, list) else "a section"
@@ -175,12 +167,8 @@ def number(text: str) -> Decimal:
 
 
 def _string(raw: Raw) -> str:
-    if not isinstance(raw, Scalar):
-        raise ValueError(f"expected a string, got {show(raw)}")
-    if raw.is_null and raw.text:
-        raise ValueError(
-            f"has no value; write '' for the empty string or '{raw.text}' for the word"
-        )
+    if not isinstance(raw, Scalar) or (raw.is_null and raw.text):
+        raise ValueError(f"expected a string (quote a word such as null), got {_show(raw)}")
     if "\0" in raw.text:
         raise ValueError("holds a NUL character, which no path or name can")
     return raw.text
@@ -189,43 +177,37 @@ def _string(raw: Raw) -> str:
 def _bool(raw: Raw) -> bool:
     value = _BOOLS.get(raw.text.strip().lower()) if isinstance(raw, Scalar) else None
     if value is None:
-        raise ValueError(f"expected true or false, got {show(raw)}")
+        raise ValueError(f"expected true or false, got {_show(raw)}")
     return value
 
 
-def _integer(raw: Raw) -> int:
-    value = None
+def _decimal(raw: Raw) -> Decimal:
     with suppress(ValueError):
-        value = number(raw.text) if isinstance(raw, Scalar) else None
-    if value and value.adjusted() > 18:
-        raise ValueError(f"{show(raw)} is too large")
-    if value is None or value != value.to_integral_value():
-        raise ValueError(f"expected a whole number such as 8, 1e3, 4k or 2Ki, got {show(raw)}")
+        if isinstance(raw, Scalar):
+            return number(raw.text)
+    return Decimal("nan")
+
+
+def _integer(raw: Raw) -> int:
+    value = _decimal(raw)
+    if value.is_nan() or value.adjusted() > 18 or value != int(value):
+        raise ValueError(f"expected a whole number such as 8, 1e3, 4k or 2Ki, got {_show(raw)}")
     return int(value)
 
 
 def _float(raw: Raw) -> float:
-    value = math.nan
-    with suppress(ValueError):
-        value = float(number(raw.text)) if isinstance(raw, Scalar) else math.nan
+    value = float(_decimal(raw))
     if not math.isfinite(value):
-        raise ValueError(f"expected a finite number such as 3e-4, got {show(raw)}")
+        raise ValueError(f"expected a finite number such as 3e-4, got {_show(raw)}")
     return value
 
 
-def _mapping(raw: Raw, option: Option) -> dict[str, str | float]:
-    """Return a mapping to numbers, where the text is an unquoted number, or else to strings."""
+def _entry(raw: Raw) -> dict[str, str | float]:
+    """Return an entry of a mixture; its fields are checked by a rule."""
     if not isinstance(raw, dict):
-        raise ValueError(f"expected a list such as {example(option)}, got {show(raw)} in it")
-    values: dict[str, str | float] = {}
-    for name, item in raw.items():
-        if not isinstance(item, Scalar):
-            raise ValueError(f"expected one value for {name}, got {show(item)}")
-        try:
-            values[name] = item.text if item.quoted else float(number(item.text))
-        except ValueError:
-            values[name] = item.text
-    return values
+        expected = f"a list such as {_EXAMPLES[list[MixtureEntry]]}"
+        raise ValueError(f"expected {expected}, got {_show(raw)} in it")
+    return {name: _float(item) if name == "weight" else _string(item) for name, item in raw.items()}
 
 
 def _plain(raw: Raw) -> object:
@@ -241,6 +223,7 @@ _READERS: Mapping[object, Callable[[Raw], object]] = {
     bool: _bool,
     int: _integer,
     float: _float,
+    MixtureEntry: _entry,
 }
 _NAMES: Mapping[object, str] = {
     str: "a string",

@@ -95,7 +95,7 @@ def test_base_without_a_tokenizer_and_with_two_rotations_is_said(folder):
         "data.tokenizer",
     ]
     (folder / "vocab.json").write_text("{}")
-    assert "save_pretrained" in problem(f"base_model={base}")["data.tokenizer"]
+    assert "SentencePiece .model" in problem(f"base_model={base}")["data.tokenizer"]
 
 
 def test_keys_that_contradict_the_base_are_refused_and_written_ones_agree(folder, tmp_path):

@@ -16,7 +16,7 @@ def message(path, *words):
 BROKEN = {  # text of a file: the error, a pattern
     "steps: 1\nsteps: 2\n": r"run.yml:2\): set twice, first at .*run.yml:1",
     "model: {num_layers: 4}\nmodel.num_layers: 4\n": "set twice",
-    "data.mixture: [{source: text, weight: 1, weight: 2}]\n": "weight is set twice in one",
+    "data.mixture: [{source: text, weight: 1, weight: 2}]\n": "set twice in one mapping",
     "steps: !!python/object/apply:os.getcwd []\n": "tag .* is not allowed",
     "run_name: !secret x\n": "tag '!secret' is not allowed",
     "steps: [1\n": r"not valid YAML: .*",
@@ -26,7 +26,7 @@ BROKEN = {  # text of a file: the error, a pattern
     "x: &x {num_layers: 4}\nmodel:\n  <<: *x\n": "inherit with `base: other.yml`",
     "pipeline: {layers_per_stage: &x [*x]}\n": "nested too deeply",
     "steps: " + "[" * 5000: "not valid YAML",
-    "model: 7\n": "is a section; its keys are from_hf, block, num_layers",
+    "model: 7\n": "is a section; --help model lists its keys",
     "steps: {a: 1}\n": "takes a value, not a section",
     "steps:\n": "has no value",
     "base: [a.yml]\n": "the path of one YAML file",
@@ -42,7 +42,7 @@ def test_file_with_bad_yaml_is_refused(write):
 def test_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "run.yml"
     path.write_bytes(b"\xff\xfe\x00steps")
-    assert f"{path} is not UTF-8 text (byte 0); save it as UTF-8" in message(str(path))
+    assert f"cannot read {path}: 'utf-8' codec" in message(str(path))
 
 
 def test_file_or_section_that_is_empty_is_accepted(write):

@@ -200,8 +200,8 @@ def test_words_set_our_keys(translated):
 
 REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "num_experts=8": {"num_experts": "llama2 has no experts; mixtral and qwen3_moe have"},
-    "mtp_num_layers=1": {"mtp_num_layers": "no layers predict later tokens"},
-    "shared_experts=1": {"shared_experts": "model.moe.shared_experts, router"},
+    "mtp_num_layers=1": {"mtp_num_layers": "docs/families.md says"},
+    "shared_experts=1": {"shared_experts": "keys of model.* have it"},
     "attention_type=mla": {"attention_type": "model.attention_kind=mla"},
     "attention_type=chunk": {"attention_type": "model.layer_pattern"},
     "mlp_activations=[relu,linear]": {"mlp_activations": "use [silu, linear] or [gelu"},
@@ -235,10 +235,10 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "dataset_type=hf hf_path=a/b tokenizer_path=assets/tokenizer_llama3.tiktoken": {
         "tokenizer_path": "tokenizer_type=huggingface and ORG/NAME"
     },
-    "lora_rank=8": {"lora_rank": "model.lora.rank trains new"},
+    "lora_rank=8": {"lora_rank": "docs/finetuning.md"},
     "remat_policy=fastest": {"remat_policy": "is not among full, "},
-    "load_parameters_path=gs://a": {"init_from": "are in a directory of this machine"},
-    "load_full_state_path=/a": {"load_full_state_path": "by load_parameters_path"},
+    "load_parameters_path=gs://a": {"init_from": "are on this machine"},
+    "load_full_state_path=/a": {"load_full_state_path": "docs/finetuning.md"},
     "steps=many": {"steps": "expected a number, got many"},
     f"steps=1{'0' * 400}": {"steps": "expected a finite number, got 1000"},
     "per_device_batch_size=.nan": {"per_device_batch_size": "a finite number, got nan"},
@@ -255,7 +255,7 @@ def test_what_stands_in_the_way_is_refused_with_advice(refused):
         ("model_name=mixtral-8x7b ici_expert_parallelism=3", 9): {
             "mesh.ici.expert": "do not divide"
         },
-        ("compile_topology=h100-8", 0): {"compile_topology": "CONFIG.yml --topology H100:8"},
+        ("compile_topology=h100-8", 0): {"compile_topology": "maxpipe.plan takes GPUs"},
         ("compile_topology=x100-8", 0): {"compile_topology": "v5p-128 as the cloud names it"},
         ("", 0): {"per_device_batch_size": "--devices N"},
     }

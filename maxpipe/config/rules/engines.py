@@ -6,7 +6,6 @@ of the catalogue (`unused`, `refused`: keys of its section), or with an engine (
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
 from maxpipe.config.errors import ConfigError, Problem
@@ -15,7 +14,7 @@ from maxpipe.config.rules.rule import Rule, Wrong, check, rules_in
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, as_written
 
-REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
+_REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 _ENGINE = "pipeline.engine"
 # Tables of variants by the key that names one; they may say which keys are without effect.
 _TABLES: Mapping[str, Mapping[str, object]] = {
@@ -28,34 +27,30 @@ _TABLES: Mapping[str, Mapping[str, object]] = {
 }
 
 
-class Idleness(NamedTuple):
-    """Why a key has no effect, such as "without eval.every", and why it is refused, if it is."""
-
-    reason: str
-    refusal: str
-
-
-def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | None:
+def idleness(c: Config, key: str, before: Config | None = None) -> tuple[str, str] | None:
     """Return why a key has no effect, whatever its value; None if it has one.
 
     What the config says `before` values were derived counts, too.
+
+    Returns:
+      (reason, refusal): such as "without eval.every"; the refusal is empty if a note is enough.
     """
     engine = ENGINES.get(c.pipeline.engine)
     if engine and not engine.takes(key):
         where = f"on the {c.pipeline.engine} engine"
-        return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", "")
+        return where if engine.has_stages else "without mesh.ici.stage>1", ""
     bounds = OPTIONS[key].bounds
     for needs, is_refused in ((bounds.needs, True), (bounds.acts_with, False)):
         for condition in needs.split(" and ") if needs else ():
             alternatives = condition.split(" or ")
             if not any(_is_met(config, a) for config in (c, before or c) for a in alternatives):
                 shown = _shown(condition)
-                return Idleness(f"without {shown}", f"needs {shown}" if is_refused else "")
+                return f"without {shown}", f"needs {shown}" if is_refused else ""
     for switch, table, able in _tables_of(key):
         named = _sources_for(c, key) if switch == "data.source" else [get(c, switch)]
         if all(fact := _leaves_out(switch, table.get(name), key) for name in named):
             reason = f"with {switch}={', '.join(named)}, only with {', '.join(able)}"
-            return Idleness(reason, f"has no effect {reason}" if fact == "refused" else "")
+            return reason, f"has no effect {reason}" if fact == "refused" else ""
     return None
 
 
@@ -90,7 +85,7 @@ def idle_notes(c: Config, before: Config | None) -> list[str]:
         if option.bounds.derived and before is None:
             continue
         if is_set(before or c, key) and (idle := idleness(c, key, before)):
-            keys_of.setdefault(idle.reason, []).append(key)
+            keys_of.setdefault(idle[0], []).append(key)
     return [
         f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect {reason}"
         for reason, keys in keys_of.items()
@@ -103,16 +98,13 @@ def refusals_of(engine: str, key: str) -> list[Refusal]:
     refusals = [refusal for refusal in facts.refusals if refusal.key == key]
     if facts.no_offloading:
         elsewhere = ", or pipeline.schedule=circular or 1f1b, whose engines offload"
-        refusals += offloading(key, facts.no_offloading, elsewhere)
+        refusals += _offloading(key, facts.no_offloading, elsewhere)
     return refusals
 
 
-def offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
-    """Return refusals of the values of a key that save tensors in the host's memory.
-
-    Other remedies than saving on the device are a text to append.
-    """
-    if key in REMAT_TENSORS:
+def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
+    """Return refusals of the values of a key that save tensors in the host's memory."""
+    if key in _REMAT_TENSORS:
         return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
     if key != "pipeline.remat_policy":
         return []
@@ -136,8 +128,8 @@ def _rule_of(key: str) -> Rule:
                 yield key, f"{written} {message}; {refusal.remedy}"
                 return
         idle = idleness(c, key) if is_set(c, key) else None
-        if idle and idle.refusal:
-            yield key, f"{written} {idle.refusal}"
+        if idle and idle[1]:
+            yield key, f"{written} {idle[1]}"
 
     return check(run)
 
@@ -186,15 +178,13 @@ EFFECT_RULES = tuple(
 
 @check
 def check_prefetch(c: Config) -> Wrong:
-    """Check that each iteration gathers the weights of its layers, all at once."""
+    """Each iteration must gather the weights of its layers, all at once."""
     p, key = c.pipeline, "pipeline.fsdp_prefetch"
-    if p.fsdp_prefetch != "true" or not ENGINES[p.engine].takes(key):
-        return
-    if p.gathers_whole:
-        reason = f"with {p.fsdp_gather} weights are gathered before all iterations"
-        yield key, f"true needs pipeline.fsdp_gather=per_iteration; {reason}"
-    if p.scan_layers_per_stage:
-        yield key, "true needs pipeline.scan_layers_per_stage=false; a loop gathers layer by layer"
+    if p.fsdp_prefetch == "true" and ENGINES[p.engine].takes(key):
+        if p.gathers_whole:
+            yield key, f"true needs pipeline.fsdp_gather=per_iteration, not {p.fsdp_gather}"
+        if p.scan_layers_per_stage:
+            yield key, "true needs pipeline.scan_layers_per_stage=false; loops gather by layer"
 
 
 @check
@@ -207,15 +197,13 @@ def check_known_split_backwards(c: Config) -> Wrong:
 
 @check
 def check_unit_times(c: Config) -> Wrong:
-    """Check that there are times of F, I and W, and optionally of a transfer and of the head."""
     times = c.pipeline.unit_times
     if times in ([], AUTO) or (3 <= len(times) <= 5 and min(times) >= 0 and min(times[:3]) > 0):
         return
     yield (
         "pipeline.unit_times",
-        f"{times} must be the times of a layer's forward, input gradient and weight gradient, "
-        "greater than 0, and then, where there are any, of a transfer and of the head; "
-        "such as [1, 1.4, 0.9, 0.1], or auto",
+        f"{times} must be auto, or times above 0 of a layer's forward, input gradient and weight "
+        "gradient, then optionally of a transfer and of the head, such as [1, 1.4, 0.9, 0.1]",
     )
 
 
@@ -239,13 +227,13 @@ def _split_backwards(c: Config) -> Wrong:
     # lockstep it only costs.
     recomputes = p.remat_iterations or p.remat_layers
     policy = REMAT_POLICIES[p.remat_policy]
-    is_all_remat = policy.by_tensor and {get(c, key) for key in REMAT_TENSORS} == {"remat"}
+    is_all_remat = policy.by_tensor and {get(c, key) for key in _REMAT_TENSORS} == {"remat"}
     if ENGINES[p.engine].lockstep and recomputes and (policy.saves_nothing or is_all_remat):
         yield (
             "pipeline.remat_policy",
-            f"{p.remat_policy} keeps no result of a matrix product, which does not pay with "
-            f"{p.schedule}: both gradients would compute them all again; use minimal, or custom "
-            "with pipeline.remat_tensors on the device, or pipeline.schedule=lockstep_1f1b",
+            f"{p.remat_policy} keeps no result of a matrix product, which both gradients of "
+            f"{p.schedule} would compute again; use minimal, or custom with tensors on the device, "
+            "or pipeline.schedule=lockstep_1f1b",
         )
 
 
@@ -276,8 +264,8 @@ def check_offloading(c: Config, devices: str) -> None:
     reason = f"{devices} devices have no memory of the host (pinned_host)"
     problems = [
         Problem(key, f"{refusal.values[0]} cannot run: {refusal.reason}; {refusal.remedy}")
-        for key in ("pipeline.remat_policy", *REMAT_TENSORS)
-        for refusal in offloading(key, reason)
+        for key in ("pipeline.remat_policy", *_REMAT_TENSORS)
+        for refusal in _offloading(key, reason)
         if get(c, key) in refusal.values
     ]
     if problems:

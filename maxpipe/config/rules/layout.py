@@ -32,13 +32,6 @@ def is_csv(schedule: str) -> bool:
     return schedule.lower().endswith(".csv")
 
 
-def misnamed_table(schedule: str) -> str:
-    """Return what is wrong with the name of an existing file; "" if there is no such file."""
-    if not os.path.isfile(schedule):
-        return ""
-    return f"{schedule} is a file; the name of a table's file ends in .csv"
-
-
 def engines_of(schedule: str) -> list[str]:
     """Return the engines that run a schedule or a CSV file, the preferred one first."""
     if is_csv(schedule):
@@ -79,14 +72,12 @@ def chunk_layers(c: Config) -> list[int]:
 
 @check
 def check_schedule(c: Config) -> Wrong:
-    """Check that the schedule is in the catalogue or a CSV file."""
     name, names = c.pipeline.schedule, [*SCHEDULES]
     if is_csv(name) and not os.path.isfile(name):
         yield "pipeline.schedule", f"there is no file {name}"
     elif not is_csv(name) and name not in names:
         legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
-        message = misnamed_table(name) or f"{name!r} is neither a CSV file nor one of {legal}"
-        yield "pipeline.schedule", message
+        yield "pipeline.schedule", f"{name!r} is neither a file NAME.csv nor one of {legal}"
 
 
 @derive("pipeline.engine")
@@ -116,20 +107,12 @@ def derive_engine(c: Config) -> Derived:
 
 @derive(_PARALLEL_LAYERS)
 def derive_parallel_layers(c: Config) -> Derived:
-    """Derive how many layers the pipeline has; check that the engine can run the others."""
     engine = ENGINES[c.pipeline.engine]
     total, layers = c.model.stacked_layers, c.pipeline.parallel_layers
     if layers == -1 or not engine.has_stages:
         layers = total
     if layers > total:
-        nearest_legal = f"nearest legal: {total}, or -1 for all layers"
-        yield _PARALLEL_LAYERS, f"{layers} is more than {_stacked(c)}; {nearest_legal}"
-    elif layers < total and not engine.takes(_PARALLEL_LAYERS):
-        yield (
-            _PARALLEL_LAYERS,
-            f"{layers} is not for the {c.pipeline.engine} engine, which has no layers outside the "
-            f"pipeline; use {total} or -1, or pipeline.schedule=circular, lockstep_1f1b or 1f1b",
-        )
+        yield _PARALLEL_LAYERS, f"{layers} is more than {_stacked(c)}; -1 = all layers"
     elif layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
         remedy = f"set {_PARALLEL_LAYERS} below {_stacked(c)}"
         yield "pipeline.outside_layers", f"before needs layers outside the pipeline; {remedy}"
@@ -174,9 +157,8 @@ def _even_layers(c: Config) -> Derived:
         if repeats not in (-1, fixed):
             yield (
                 "pipeline.num_repeats",
-                f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}; use "
-                f"pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b or "
-                "interleaved_1f1b",
+                f"must be {fixed} with schedule {schedule}, got {repeats}; or use "
+                "pipeline.schedule=circular, lockstep_1f1b or interleaved_1f1b",
             )
             return {}
         repeats = fixed
@@ -199,19 +181,17 @@ def _uneven_layers(c: Config) -> Derived:
         yield total_key, f"{total} layers are too few for {stages} stages"
         return {}
     repeats = max(1, min(round(len(chunks) / stages), total // stages))
-    fits = f"a split that fits: pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
     fixed = fixed_repeats(c.pipeline.schedule)
-    message = ""
+    wrong = ""
     if min(chunks) < 1:
-        message = f"every chunk needs at least one layer; got {chunks}"
-    elif len(chunks) % stages:
-        message = f"{len(chunks)} chunks do not divide into {stages} stages; {fits}"
+        wrong = "has a chunk without a layer"
+    elif len(chunks) % stages or (fixed and len(chunks) != stages * fixed):
+        wrong = f"has {len(chunks)} chunks, not {fixed or repeats} for each of {stages} stages"
     elif sum(chunks) != total:
-        message = f"adds up to {sum(chunks)}, but {total_text}; {fits}"
-    elif fixed and len(chunks) != stages * fixed:
-        entries = f"so {stages * fixed} entries; got {len(chunks)}"
-        message = f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, {entries}"
-    if message:
+        wrong = f"adds up to {sum(chunks)}, but {total_text}"
+    if wrong:
+        split = _even_split(total, (fixed or repeats) * stages)
+        message = f"{wrong}; a split that fits: pipeline.layers_per_stage={split}"
         yield "pipeline.layers_per_stage", message
     return _layout(len(chunks) // stages, max(chunks), chunks)
 
@@ -222,25 +202,15 @@ def _automatic_layers(c: Config) -> Derived:
     repeats = fixed_repeats(c.pipeline.schedule) or max(1, c.pipeline.num_repeats)
     if not ENGINES[c.pipeline.engine].auto_stages:
         able = " or ".join(name for name, engine in ENGINES.items() if engine.auto_stages)
-        yield (
-            "pipeline.layers_per_stage",
-            f"auto is for the {able} engine; on the {c.pipeline.engine} engine all stages share "
-            f"the head's work; leave it empty, or use a schedule that {able} runs",
-        )
+        message = f"auto is for the {able} engine; leave it empty, or use a schedule that it runs"
+        yield "pipeline.layers_per_stage", message
     elif inside < total:
-        yield (
-            "pipeline.layers_per_stage",
-            f"auto distributes all layers, and {_PARALLEL_LAYERS}={inside} gives one stage "
-            f"{total - inside} more; use {_PARALLEL_LAYERS}=-1, or list the layers of each chunk",
-        )
+        message = f"auto distributes all layers; use {_PARALLEL_LAYERS}=-1, or list the layers"
+        yield "pipeline.layers_per_stage", message
     elif total < stages * repeats:
         message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
         yield "model.num_layers", message
     return _layout(repeats, -1, AUTO)
-
-
-def _chunks(count: int) -> str:
-    return "one chunk" if count == 1 else f"{count} chunks"
 
 
 def _even_split(total: int, parts: int) -> str:
@@ -252,10 +222,9 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> Wrong:
     """Yield the problem of layers that do not divide, with the nearest legal choices to paste."""
     stages, total = num_stages(c), c.pipeline.parallel_layers
     total_key, total_text = _pipelined(c)
-    names = {"pipeline.num_repeats": "repeats", "pipeline.num_layers_per_stage": "layers per stage"}
-    keys = [key for key in names if is_set(c, key)]
-    sizes = dict(zip(names, (repeats, per_stage), strict=True))
-    unit = stages * math.prod(sizes[key] for key in keys)
+    sizes = {"pipeline.num_repeats": repeats, "pipeline.num_layers_per_stage": per_stage}
+    given = {key: size for key, size in sizes.items() if is_set(c, key)}
+    unit = stages * math.prod(given.values())
     choices = _even_choices(c, repeats, per_stage)
     # config.json may fix model.num_layers, and with first dense layers it is another number.
     if total_key == _PARALLEL_LAYERS or not (c.model.from_hf or c.model.first_dense_layers):
@@ -264,14 +233,13 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> Wrong:
     engine = ENGINES[c.pipeline.engine]
     has_outside = engine.one_program and engine.takes(_PARALLEL_LAYERS)
     if has_outside and total_key != _PARALLEL_LAYERS and total > unit:
-        inside = total // unit * unit
-        choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
-    chunks = stages * (repeats if "pipeline.num_repeats" in keys else 1)
+        choices.append(f"{_PARALLEL_LAYERS}={total // unit * unit}")
+    chunks = stages * given.get("pipeline.num_repeats", 1)
     if total >= chunks:
         choices.append(f"pipeline.layers_per_stage={_even_split(total, chunks)}")
-    written = " x ".join([f"{stages} stages", *(f"{sizes[key]} {names[key]}" for key in keys)])
+    written = " x ".join([f"{stages} stages", *(f"{key}={size}" for key, size in given.items())])
     legal = "; ".join(choices) or "fewer stages or repeats"
-    key = keys[0] if keys else total_key
+    key = next(iter(given), total_key)
     yield key, f"{total_text} does not divide into {written}; nearest legal: {legal}"
 
 
@@ -292,7 +260,6 @@ def data_shards(c: Config) -> int:
 
 
 def _indivisible_batch(c: Config, size: int, **factors: int) -> str:
-    """Return that a batch is not divisible by some factors and the axes of `data_shards`."""
     factors |= {axis: c.mesh.size(axis) for axis in _ROW_AXES if c.mesh.size(axis) > 1}
     unit, sizes = math.prod(factors.values()), " x ".join(map(str, factors.values()))
     product = f"{' x '.join(factors)} = {sizes}" + (f" = {unit}" if len(factors) > 1 else "")
@@ -326,7 +293,6 @@ def derive_microbatches(c: Config) -> Derived:
 
 @check
 def check_train_batch(c: Config) -> Wrong:
-    """Check that microbatches and devices divide the training batch."""
     batch, count, shards = c.data.global_batch_size, c.pipeline.num_microbatches, data_shards(c)
     if batch % (count * shards):
         message = _indivisible_batch(c, batch, num_microbatches=count)
@@ -335,7 +301,7 @@ def check_train_batch(c: Config) -> Wrong:
 
 @derive("eval.global_batch_size")
 def derive_eval_batch(c: Config) -> Derived:
-    """Derive the batch of evaluations, which has no microbatches; check that devices divide it."""
+    """Devices must divide the batch of evaluations, which has no microbatches."""
     batch, size = c.data.global_batch_size, c.eval.global_batch_size
     if size == -1:
         return {"eval.global_batch_size": batch}

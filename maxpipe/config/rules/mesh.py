@@ -8,7 +8,7 @@ from itertools import islice
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divisors
-from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
+from maxpipe.config.sections import MESH_AXES, Config
 
 LEVELS = ("ici", "dcn")
 # Proposals use these axes only, at this cost per doubling or halving: splitting the data
@@ -21,47 +21,43 @@ _MAX_TRIED = 200
 _PROPOSALS = 3
 
 
+def _sizes(c: Config, level: str) -> dict[str, int]:
+    return dataclasses.asdict(getattr(c.mesh, level))
+
+
+def _unknown(c: Config, level: str) -> list[str]:
+    return [f"mesh.{level}.{axis}" for axis, size in _sizes(c, level).items() if size == -1]
+
+
 def unknown_axes(c: Config) -> list[str]:
     """Return the full keys of the mesh axes that are still -1."""
-    return [key for keys in _unknown_by_level(c) for key in keys]
+    return [key for level in LEVELS for key in _unknown(c, level)]
 
 
 def axes_problems(c: Config) -> list[Problem]:
     """Return a problem for each level of the mesh of which more than one axis is -1."""
     return [
         Problem(keys[-1], f"only one axis may be -1, not {' and '.join(keys)}")
-        for keys in _unknown_by_level(c)
-        if len(keys) > 1
-    ]
-
-
-def _unknown_by_level(c: Config) -> list[list[str]]:
-    sizes = {level: dataclasses.asdict(getattr(c.mesh, level)) for level in LEVELS}
-    return [
-        [f"mesh.{level}.{axis}" for axis, size in sizes[level].items() if size == -1]
         for level in LEVELS
+        if len(keys := _unknown(c, level)) > 1
     ]
 
 
 def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]) -> Config:
-    """Fill the -1 of each level, of which there is at most one, and check the products.
-
-    Args:
-      c: the config.
-      num_devices: devices over all slices.
-      num_slices: slices joined by DCN.
-      rules: rules that a mesh in an error message should satisfy.
+    """Return the config with the unknown axes filled in, for devices over all slices.
 
     Raises:
       ConfigError: a product differs from the number of devices per slice, or of slices; the message
-        gives both numbers and up to three meshes that fit.
+        gives both numbers and up to three meshes that fit, first those that pass `rules`.
     """
     assert num_devices % num_slices == 0, (num_devices, num_slices)
     counts = {"ici": num_devices // num_slices, "dcn": num_slices}
     updates: Updates = {}
     wrong = []
     for level, count in counts.items():
-        sizes = _filled(getattr(c.mesh, level), count)
+        sizes = _sizes(c, level)
+        left = max(1, count // math.prod(size for size in sizes.values() if size != -1))
+        sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
         if math.prod(sizes.values()) == count:
             updates |= {f"mesh.{level}.{axis}": size for axis, size in sizes.items()}
         else:
@@ -72,24 +68,25 @@ def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]
     return fitted
 
 
-def _filled(axes: AxesConfig, count: int) -> dict[str, int]:
-    sizes = dataclasses.asdict(axes)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    return {axis: max(1, count // known) if size == -1 else size for axis, size in sizes.items()}
-
-
 def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Problem:
     """Return the problem of a mesh that does not fit `count` devices or slices, with proposals."""
-    sizes, dcn = dataclasses.asdict(getattr(c.mesh, level)), dataclasses.astuple(c.mesh.dcn)
+    sizes, others = _sizes(c, level), _sizes(c, "dcn")
     written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     product = math.prod(size for size in sizes.values() if size != -1)
     counted = {"ici": "device", "dcn": "slice"}[level] + "s" * (count > 1)
-    if level == "ici" and math.prod(dcn) > 1:
+    if level == "ici" and math.prod(others.values()) > 1:
         counted += " per slice"
     relation = f"but there {'are' if count > 1 else 'is'}"
     if -1 in sizes.values():
         relation = "which does not divide the"
-    choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count, rules))
+    choices = "; ".join(
+        " ".join(
+            f"mesh.{level}.{axis}={new[axis]}"
+            for axis in MESH_AXES
+            if new[axis] > 1 or new[axis] != sizes[axis]
+        )
+        for new in _proposals(c, level, count, rules)
+    )
     message = (
         f"{written or 'all axes 1'} makes {product}, {relation} {count} {counted}; "
         f"these fit: {choices}"
@@ -98,19 +95,14 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     if level == "ici" and is_simulated:
         # The least number of devices that the mesh divides and that is not below `count`.
         needed = -(-count // product) * product if -1 in sizes.values() else product
-        needed *= math.prod(size for size in dcn if size != -1)
+        needed *= math.prod(size for size in others.values() if size != -1)
         message += f" (mesh.simulated_devices={needed} makes a CPU pretend to have {needed})"
     return Problem(f"mesh.{level}", message)
 
 
-def _words(level: str, old: dict[str, int], new: dict[str, int]) -> str:
-    changed = [axis for axis in MESH_AXES if new[axis] > 1 or new[axis] != old[axis]]
-    return " ".join(f"mesh.{level}.{axis}={new[axis]}" for axis in changed)
-
-
 def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list[dict[str, int]]:
     """Return the meshes of `count` nearest to the configured one, first those that pass `rules`."""
-    old, costs = dataclasses.asdict(getattr(c.mesh, level)), _COSTS[level]
+    old, costs = _sizes(c, level), _COSTS[level]
 
     def cost(new: dict[str, int]) -> float:
         axes = [axis for axis in costs if old[axis] != -1]

@@ -25,12 +25,10 @@ _AXIS_RULES = "sharding.logical_axis_rules"
 
 @derive("model.num_kv_heads")
 def check_grouped_heads(c: Config) -> Derived:
-    """Check that every key/value head serves the same number of query heads."""
     heads, kv_heads, key = c.model.num_query_heads, c.model.num_kv_heads, "model.num_kv_heads"
     if c.model.is_latent:
         if is_set(c, key) and kv_heads != heads:
-            reason = "model.attention_kind=mla, where every query head has a key of its own"
-            yield key, f"{kv_heads} is not possible with {reason}; use {heads}"
+            yield key, f"{kv_heads} is not possible with model.attention_kind=mla; use {heads}"
         return {key: heads}
     if heads % kv_heads:
         legal = ", ".join(str(n) for n in divisors(heads))
@@ -50,37 +48,31 @@ def derive_head_dim(c: Config) -> Derived:
         size = m.mla.head_dim
         rotated, rotated_key = m.mla.qk_rope_head_dim, "model.mla.qk_rope_head_dim"
     elif size == -1 and m.embed_dim % m.num_query_heads:
-        yield (
-            "model.embed_dim",
-            f"{m.embed_dim} is not divisible by model.num_query_heads={m.num_query_heads}; "
-            f"nearest legal: {multiples_around(m.embed_dim, m.num_query_heads)}",
-        )
+        legal = multiples_around(m.embed_dim, m.num_query_heads)
+        message = f"{m.embed_dim} is not divisible by model.num_query_heads={m.num_query_heads}"
+        yield "model.embed_dim", f"{message}; nearest legal: {legal}"
         return {}
     elif size == -1:
         rotated = size = m.embed_dim // m.num_query_heads
     if rotated % 2:
-        yield rotated_key, f"must be even, since rotary embeddings rotate pairs; got {rotated}"
+        yield rotated_key, f"must be even, since pairs are rotated; got {rotated}"
     return {key: size}
 
 
 @derive("model.unpadded_vocab_size")
 def derive_unpadded_vocab_size(c: Config) -> Derived:
-    """Take all rows of the embedding table as token ids, unless fewer are given."""
     rows, ids = c.model.vocab_size, c.model.unpadded_vocab_size
     if ids > rows:
-        message = f"{rows} rows do not hold model.unpadded_vocab_size={ids} token ids"
-        yield "model.vocab_size", message
+        yield "model.vocab_size", f"{rows} is less than model.unpadded_vocab_size={ids}"
     return {"model.unpadded_vocab_size": c.model.num_token_ids}
 
 
 @check
 def check_rope_fraction(c: Config) -> Wrong:
-    """Check that pairs of channels are rotated."""
     m = c.model
     if m.head_dim > 0 and (m.rotated_dim % 2 or not m.rotated_dim):
-        channels = f"{m.rotated_dim} channels, but rotary embeddings rotate pairs"
-        message = f"{m.rope_fraction} of model.head_dim={m.head_dim} are {channels}"
-        yield "model.rope_fraction", message
+        channels = f"{m.rotated_dim} channels of model.head_dim={m.head_dim}"
+        yield "model.rope_fraction", f"{m.rope_fraction} rotates {channels}, but pairs are rotated"
 
 
 @derive("model.rope_scaling.length")
@@ -92,7 +84,7 @@ def derive_rope_scaling(c: Config) -> Derived:
         for name in ("short_factor", "long_factor"):
             factors = getattr(scaling, name)
             if len(factors) != pairs or min(factors) <= 0:
-                expected = f"a positive number for each of {pairs} rotated pairs of channels"
+                expected = f"a positive number for each of {pairs} rotated pairs"
                 yield f"{key}.{name}", f"must have {expected}; got {len(factors)} numbers"
         if scaling.length == "auto":
             is_long = c.data.sequence_length > scaling.original_max_position
@@ -108,22 +100,16 @@ def derive_rope_scaling(c: Config) -> Derived:
 
 @check
 def check_layer_pattern(c: Config) -> Wrong:
-    """Check that local layers and a window go together."""
     pattern, window, key = c.model.layer_pattern, c.model.attention_window, "model.layer_pattern"
     has_local = any(kind.startswith("local") for kind in pattern)
     if has_local and not window:
-        yield key, "has local layers, which need model.attention_window, the tokens they see"
+        yield key, "has local layers, which need model.attention_window"
     if pattern and not has_local and window:
-        yield (
-            "model.attention_window",
-            f"{window} has no effect, since {key} has no local layer; name one, or leave the "
-            "pattern empty for a window in all layers",
-        )
+        yield "model.attention_window", f"{window} has no effect, since {key} has no local layer"
 
 
 @check
 def check_lora(c: Config) -> Wrong:
-    """Check which projections have adapters."""
     m, lora, key = c.model, c.model.lora, "model.lora.targets"
     if not lora.rank:
         return
@@ -131,20 +117,14 @@ def check_lora(c: Config) -> Wrong:
         choices = ATTENTION_PROJECTIONS if m.moe.experts else PROJECTIONS
         yield key, f"names none of {', '.join(choices)}; name one, or {ALL_LINEAR}"
     elif m.moe.experts and (names := [n for n in lora.targets if n in MLP_PROJECTIONS]):
-        yield (
-            key,
-            f"experts have no adapters: leave out {', '.join(names)}, or use [{ALL_LINEAR}], which "
-            "are those of attention and of the first dense layers",
-        )
+        yield key, f"experts have no adapters: leave out {', '.join(names)}, or use [{ALL_LINEAR}]"
 
 
 @check
 def check_experts(c: Config) -> Wrong:
-    """Check that layers have experts, and that a token has some to choose from in its groups."""
     m, moe, key = c.model, c.model.moe, "model.moe"
     if m.first_dense_layers >= m.num_layers:
-        message = f"{m.first_dense_layers} must be less than model.num_layers={m.num_layers}"
-        yield "model.first_dense_layers", message
+        yield "model.first_dense_layers", f"must be less than model.num_layers={m.num_layers}"
     available = moe.groups_per_token * moe.experts // moe.groups
     if not moe.experts:
         return
@@ -153,11 +133,9 @@ def check_experts(c: Config) -> Wrong:
     elif moe.experts % moe.groups:
         yield f"{key}.groups", f"{moe.groups} does not divide {key}.experts={moe.experts}"
     elif moe.groups_per_token > moe.groups:
-        message = f"{moe.groups_per_token} is more than {key}.groups={moe.groups}"
-        yield f"{key}.groups_per_token", message
+        yield f"{key}.groups_per_token", f"is more than {key}.groups={moe.groups}"
     elif moe.per_token > available:
-        counted = f"{moe.groups_per_token} of {moe.groups} groups have {available} experts"
-        message = f"{counted}, fewer than {key}.per_token={moe.per_token}"
+        message = f"give {available} experts, fewer than {key}.per_token={moe.per_token}"
         yield f"{key}.groups_per_token", message
 
 
@@ -173,11 +151,9 @@ def check_logical_axis_rules(c: Config) -> Wrong:
                         legal = f"{nearest(axis, MESH_AXES)}; they are {', '.join(MESH_AXES)}"
                         yield _AXIS_RULES, f"{entry}: there is no mesh axis {axis!r}{legal}"
                 if len(set(axes)) < len(axes):
-                    reason = "but an array can be split over it only once"
-                    yield _AXIS_RULES, f"{entry} uses a mesh axis twice, {reason}"
+                    yield _AXIS_RULES, f"{entry} uses a mesh axis twice"
                 if name in names:
-                    remedy = "merge their mesh axes into one list"
-                    yield _AXIS_RULES, f"{name!r} has more than one rule; {remedy}"
+                    yield _AXIS_RULES, f"{name!r} has more than one rule; merge them"
                 names.add(name)
             case _:
                 yield _AXIS_RULES, f"{entry} is not of the form [logical axis, [mesh axes]]"
@@ -206,28 +182,23 @@ def check_expert_axis(c: Config) -> Wrong:
             yield _AXIS_RULES, f"{key} splits experts over the axis; use [expert, [expert]]"
         if "expert" not in rows:
             remedy = f"use [activation_batch, [{', '.join([*rows, 'expert'])}]]"
-            reason = f"{key} splits rows of batches over the axis, but activation_batch lies over"
-            yield _AXIS_RULES, f"{reason} {rows}; {remedy}"
+            yield _AXIS_RULES, f"{key} splits rows of batches over the axis, too; {remedy}"
 
 
 @check
 def check_context(c: Config) -> Wrong:
-    """Check that two chunks of a sequence lie on every device along the context axis."""
     context = c.mesh.size("context")
     if context == 1:
         return
     # Attention gathers and sums over this axis.
     axes = dict(c.sharding.logical_axis_rules).get("activation_length", [])
     if axes != ["context"]:
-        reason = f"splits sequences over the axis, but activation_length lies over {axes}"
-        yield _AXIS_RULES, f"mesh.*.context {reason}; use [activation_length, [context]]"
-    length = c.data.sequence_length
-    if length % (2 * context):
-        yield (
-            "data.sequence_length",
-            f"{length} is not divisible by 2 x mesh.*.context = {2 * context}; nearest legal: "
-            f"{multiples_around(length, 2 * context)}",
-        )
+        yield _AXIS_RULES, "mesh.*.context splits sequences; use [activation_length, [context]]"
+    length, unit = c.data.sequence_length, 2 * context  # two chunks lie on every device
+    if length % unit:
+        legal = multiples_around(length, unit)
+        message = f"{length} is not divisible by 2 x mesh.*.context = {unit}"
+        yield "data.sequence_length", f"{message}; nearest legal: {legal}"
 
 
 MODEL_RULES = (*EFFECT_RULES, *rules_in(globals()))

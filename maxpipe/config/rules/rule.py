@@ -52,26 +52,21 @@ def apply_rules(
     unusable = set(broken)
     problems: list[Problem] = []
     for rule in rules:
-        found: list[Problem] = []
+        running, found = rule.run(_guarded(config, unusable)), list[Problem]()
+        updates: Updates | None = None
         try:
-            updates = _derive(rule.run(_guarded(config, unusable)), found)
+            while True:
+                found.append(Problem(*next(running)))
+        except StopIteration as end:
+            updates = end.value or {}
         except _UnusableKey:
-            updates = None
+            pass
         problems += found
         if found or updates is None:
             unusable.update(rule.writes, (problem.key for problem in found if problem.key))
         elif updates:
             config = update(config, updates)
     return config, problems
-
-
-def _derive(running: Wrong | Derived, found: list[Problem]) -> Updates:
-    """Run a rule to its end; add its problems to `found`, and return the values it derives."""
-    while True:
-        try:
-            found.append(Problem(*next(running)))
-        except StopIteration as end:
-            return end.value or {}
 
 
 class _UnusableKey(Exception):
@@ -94,10 +89,7 @@ def _guarded(section: Any, unusable: Set[str]) -> Any:
         return object.__getattribute__(self, name)
 
     guarded: Any = object.__new__(type("Guarded", (type(section),), {"__getattribute__": read}))
-    values = {
-        name: _guarded(value, inside[name]) if name in inside and name not in forbidden else value
-        for name, value in vars(section).items()
-    }
+    values = {name: _guarded(v, inside.get(name, set())) for name, v in vars(section).items()}
     vars(guarded).update(values)
     return guarded
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections.fields import A_DIRECTORY, Bounds, option
+from maxpipe.config.sections.fields import directory, option
 from maxpipe.config.sections.model import ModelConfig
 from maxpipe.config.sections.model_parts import LoRAConfig, MLAConfig, MoEConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
@@ -36,40 +36,26 @@ class Config:
         "base",
         "name of the run and its directory: letters, digits, '.', '_' and '-'",
         pattern="[A-Za-z0-9][A-Za-z0-9._-]{0,254}",
-        form="a name without a path: at most 255 letters, digits, '.', '_' and '-', first a letter "
-        "or digit; output_dir takes the directory",
+        form="a name of at most 255 letters, digits, '.', '_' and '-', first a letter or digit",
     )
-    output_dir: str = option(
-        "runs",
-        "directory in which every run has its own directory",
-        pattern=r"(?=.*\S)" + A_DIRECTORY["pattern"],
-        form=f"{A_DIRECTORY['form']}; checkpoint.mirror keeps a copy of every checkpoint in an "
-        "object store",
-    )
+    output_dir: str = directory("runs", "directory in which every run has its own")
     seed: int = option(
         0, "of initial parameters, dropout and the order of documents", minimum=0, maximum=MOST_SEED
     )
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
     epochs: float = option(
-        0.0,
-        "in place of steps, the number of passes over the training documents, which are counted "
-        "before training",
-        minimum=0,
+        0.0, "passes over the training documents in place of steps; they are counted", minimum=0
     )
     stop_after: int = option(
         0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
     )
     base_model: str = option(
-        "",
-        "the model to start from: its weights (init_from), shape, tokenizer and chat template; "
-        "hf:DIR, hf:org/name or run:DIR; empty = as the keys of their own say",
+        "", "hf:DIR, hf:org/name or run:DIR: weights, shape, tokenizer and template to start from"
     )
     init_from: str = option(
         "",
-        "initial parameters, if the run has no checkpoint yet: hf:DIR (config.json and "
-        "*.safetensors of a Hugging Face model), hf:org/name (a model of the hub), the same at "
-        "s3://... or gs://..., run:DIR (newest step of another run), or maxtext:DIR (a step of "
-        "MaxText); empty = random",
+        "initial parameters of a new run: hf:DIR, hf:org/name, s3://... or gs://... (safetensors), "
+        "run:DIR (newest step of a run), or maxtext:DIR (a step of MaxText); empty = random",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -86,7 +72,6 @@ class Config:
 __all__ = [
     "MESH_AXES",
     "AxesConfig",
-    "Bounds",
     "CheckpointConfig",
     "CompileConfig",
     "Config",
@@ -103,5 +88,4 @@ __all__ = [
     "RopeScalingConfig",
     "ShardingConfig",
     "TelemetryConfig",
-    "option",
 ]

@@ -14,7 +14,6 @@ class Bounds:
     field of a section needs (`metadata`), all keys in it need, except one that it names.
 
     Attributes:
-      help: one line for users, printed by `--help KEY`.
       choices: legal values, of a list the legal items; None for any of the field's type.
       pattern: regular expression of legal texts, whose bytes it counts.
       form: what the legal texts are, for messages.
@@ -43,19 +42,19 @@ class Bounds:
     acts_with: str = ""
 
 
-A_DIRECTORY = {
-    "pattern": "(?!.*://)(?!.*[^/]{256}).{0,3500}",  # names below it need room, too
-    "form": "a directory of a local or shared file system, where renames are atomic, with names of "
-    "at most 255 bytes",
-}
-
-
 def option(default: object, help: str, **bounds: Any) -> Any:
     """Return a field with `Bounds(help, **bounds)` in its metadata; a default list is copied."""
     metadata = {"bounds": Bounds(help, **bounds)}
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def directory(default: str, help: str) -> Any:
+    """Return a field for a directory, which may be empty only by default; names in it need room."""
+    some = r"(?=.*\S)" if default else ""
+    form = "a directory of a file system, with names of at most 255 bytes"
+    return option(default, help, pattern=some + "(?!.*://)(?!.*[^/]{256}).{0,3500}", form=form)
 
 
 def derived(help: str, minimum: int = 1, **bounds: Any) -> Any:

@@ -28,46 +28,33 @@ class ModelConfig:
     __hash__ = hash_of_fields
 
     from_hf: str = option(
-        "",
-        "folder with a Hugging Face config.json, from which the shape is read: a directory, "
-        "s3://..., gs://..., or org/name on the hub; empty = the keys below",
+        "", "folder of a config.json that gives the shape: DIR, s3://..., gs://... or org/name"
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "decoder layers", minimum=1, maximum=2**14)
     first_dense_layers: int = option(
-        0,
-        "first layers with a dense MLP (mlp_dim) in a model of experts; they run outside the "
-        "pipeline",
-        minimum=0,
-        needs="model.moe.experts",
+        0, "dense first layers; they run outside the pipeline", minimum=0, needs="model.moe.experts"
     )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "query heads", minimum=1, maximum=2**20)
     num_kv_heads: int = option(4, "key/value heads; must divide num_query_heads", minimum=1)
-    head_dim: int = derived(
-        "width of a head; -1 = embed_dim / num_query_heads, or as model.mla gives it"
-    )
+    head_dim: int = derived("width of a head; -1 = embed_dim / num_query_heads, or model.mla's")
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
     vocab_size: int = option(
         320, "rows of the embedding table; at least as many as the tokenizer has ids", minimum=2
     )
     unpadded_vocab_size: int = derived(
-        "token ids that exist; further rows of the table are padding, which is never predicted; "
-        "-1 = vocab_size, or the number in model.from_hf",
-        minimum=2,
+        "token ids that exist; further rows are padding, never predicted; -1 = all rows", minimum=2
     )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
+    # No kernel of experts multiplies in 8 bits.
     quantisation: str = option(
-        "none",
-        "8-bit format of both operands in the projections of attention and MLP; fp8 is e4m3",
-        choices=QUANTISATIONS,
-        needs="model.moe.experts=0",  # no kernel of experts multiplies in 8 bits
+        "none", "8-bit format of projections", choices=QUANTISATIONS, needs="model.moe.experts=0"
     )
     quantised_passes: str = option(
         "forward",
-        "which products run in 8 bits: those of the forward; full = also those for gradients of "
-        "activations",
+        "products in 8 bits: the forward's; full = also those for gradients of activations",
         choices=("forward", "full"),
         needs="model.quantisation=int8|fp8",
     )
@@ -82,14 +69,9 @@ class ModelConfig:
         0.0, "weight of the penalty on the squared log of the softmax's denominator", minimum=0
     )
     logit_soft_cap: float = option(0.0, "cap logits to c * tanh(logit / c); 0 = no cap", minimum=0)
-    logit_tiles: int = option(
-        1, "parts of the tokens whose logits are in memory one after the other", minimum=1
-    )
+    logit_tiles: int = option(1, "parts of the tokens whose logits come one by one", minimum=1)
     mlp_activation: str = option(
-        "silu",
-        "activation of the MLP's gate; gelu_tanh is GELU's tanh approximation, quick_gelu "
-        "x * sigmoid(1.702 x)",
-        choices=("silu", "gelu_tanh", "quick_gelu"),
+        "silu", "activation of the MLP's gate", choices=("silu", "gelu_tanh", "quick_gelu")
     )
     mlp_limit: float = option(
         0.0, "clamp the gate to at most this, and up to its magnitude; 0 = no clamp", minimum=0
@@ -97,17 +79,11 @@ class ModelConfig:
     mlp_up_offset: float = option(0.0, "number added to up, before the gate multiplies it")
     mlp_bias: bool = option(False, "add biases to the projections of the MLP, or of each expert")
     attention_kind: str = option(
-        "gqa",
-        "gqa = grouped queries, a projection each for queries, keys and values; mla = multi-head "
-        "latent attention, see model.mla",
-        choices=("gqa", "mla"),
+        "gqa", "grouped queries, or multi-head latent attention (model.mla)", choices=("gqa", "mla")
     )
     qk_norm: bool = option(False, "RMS-normalise queries and keys", needs=_GROUPED)
     qk_norm_scope: str = option(
-        "head",
-        "what qk_norm normalises: each head, or all heads at once",
-        choices=("head", "full"),
-        acts_with="model.qk_norm",
+        "head", "normalise each head, or all", choices=("head", "full"), acts_with="model.qk_norm"
     )
     attention_bias: bool = option(False, "biases of queries, keys and values", needs=_GROUPED)
     attention_output_bias: bool = option(False, "bias of the output projection", needs=_GROUPED)
@@ -117,17 +93,12 @@ class ModelConfig:
     attention_soft_cap: float = option(
         0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
     )
-    query_scale: float = option(
-        0.0, "factor of attention scores; 0 = 1 / sqrt(head_dim)", minimum=0
-    )
+    query_scale: float = option(0.0, "factor of scores; 0 = 1 / sqrt(head_dim)", minimum=0)
     attention_window: int = option(
         0, "tokens that a query in a local layer sees, including its own; 0 = all", minimum=0
     )
-    layer_pattern: list[str] = option(  # noqa: RUF009
-        [],
-        "kinds of consecutive layers (nope = without rotary embedding), repeated until the last; "
-        "empty = all local if attention_window is set, else all global",
-        choices=LAYER_KINDS,
+    layer_pattern: list[str] = option(
+        [], "kinds of layers, repeated (nope: no rotation); empty = all alike", choices=LAYER_KINDS
     )
     attention: str = option(
         "auto", "attention kernel; auto picks by backend", variants=KERNELS, also=("auto",)
@@ -137,40 +108,24 @@ class ModelConfig:
     )
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     norm_placement: str = option(
-        "pre",
-        "norms before attention and MLP, before and after them (sandwich), or after them, always "
-        "inside the residual branch",
-        choices=("pre", "sandwich", "post"),
+        "pre", "norms before a branch, around it, or after it", choices=("pre", "sandwich", "post")
     )
     norm_offset: bool = option(False, "RMSNorm multiplies by 1 + scale, with scales from 0")
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
     rope_theta_local: float = option(
-        0.0,
-        "base for local layers, which rope_scaling then leaves out; 0 = as global layers",
-        minimum=0,
-        acts_with="model.attention_window",
+        0.0, "base of local layers; 0 = rope_theta", minimum=0, acts_with="model.attention_window"
     )
     rope_fraction: float = option(
-        1.0,
-        "share of a head's channels that is rotated, from the first",
-        above=0,
-        maximum=1,
-        needs=_GROUPED,
+        1.0, "share of a head's channels that is rotated", above=0, maximum=1, needs=_GROUPED
     )
     rope_interleaved: bool = option(
         False, "rotate pairs of neighbouring channels instead of pairs (c, c + half)"
     )
     rotation: str = option(
-        "auto",
-        "how the other channel of a rotated pair is found, with equal results; auto = product, "
-        "which avoids transposes, on TPUs in bfloat16, else slices",
-        choices=("auto", "slices", "product"),
+        "auto", "how rotations pair channels; auto by device", choices=("auto", "slices", "product")
     )
     gating: str = option(
-        "auto",
-        "whether the product of gate and up is fused into each matrix product that reads it, with "
-        "equal results; auto = separate on TPUs in bfloat16, else fused",
-        choices=("auto", "fused", "separate"),
+        "auto", "whether gate * up is fused; auto by device", choices=("auto", "fused", "separate")
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     mla: MLAConfig = field(

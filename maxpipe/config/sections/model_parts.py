@@ -33,46 +33,31 @@ class MoEConfig:
     logit_bias: bool = option(False, "a learned bias of the logits, for choice and weights")
     normalise: bool = option(True, "divide the weights of a token's experts by their sum")
     scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
-    groups: int = option(
-        1, "equal groups of experts; a token chooses within its best groups", minimum=1
-    )
+    groups: int = option(1, "equal groups of experts; a token uses the best of them", minimum=1)
     groups_per_token: int = option(1, "groups from which a token chooses its experts", minimum=1)
     selection_bias: bool = option(
         False, "a bias of each expert's score, for the choice only; a bias_rate implies it"
     )
     bias_rate: float = option(
-        0.0,
-        "what each step adds to the selection bias of experts with less than the mean load, and "
-        "subtracts for those with more (Wang et al., arXiv:2408.15664)",
-        minimum=0,
+        0.0, "step of the selection bias toward an even load (Wang, arXiv:2408.15664)", minimum=0
     )
     balance_loss: float = option(
-        0.0,
-        "weight of the loss that balances the experts' load within each sequence "
-        "(DeepSeek-V3, equations 17 to 20)",
-        minimum=0,
+        0.0, "weight of the loss for even load in a sequence (DeepSeek-V3, eq. 17-20)", minimum=0
     )
     z_loss: float = option(
         0.0, "weight of the penalty on the squared log of the router's denominator", minimum=0
     )
     capacity_factor: float = option(
         0.0,
-        "most tokens of a sequence that an expert takes, in multiples of an even share; later ones "
-        "do without it. This bounds memory with mesh axis expert; 0 = no bound",
+        "most tokens of a sequence per expert, in even shares; later ones skip it; 0 = no bound",
         minimum=0,
         needs="model.moe.experts and mesh.ici.context=1 and mesh.dcn.context=1",
     )
     dispatch: str = option(
-        "auto",
-        "how tokens reach experts of other devices along mesh axis expert; auto = ring",
-        variants=DISPATCHES,
-        also=("auto",),
+        "auto", "how tokens reach other devices; auto = ring", variants=DISPATCHES, also=("auto",)
     )
     kernel: str = option(
-        "auto",
-        "how rows are multiplied with their experts' weights; auto picks by backend",
-        variants=GROUPED_KERNELS,
-        also=("auto",),
+        "auto", "kernel of the experts; auto by backend", variants=GROUPED_KERNELS, also=("auto",)
     )
 
     @property
@@ -116,13 +101,10 @@ class LoRAConfig:
     __hash__ = hash_of_fields
 
     rank: int = option(
-        0,
-        "rank of adapters, which alone are trained; 0 = none",
-        minimum=0,
-        needs="model.attention_kind=gqa",
+        0, "rank of adapters, trained alone; 0 = none", minimum=0, needs="model.attention_kind=gqa"
     )
     alpha: float = option(16.0, "adapters are multiplied by alpha / rank", above=0)
-    targets: list[str] = option(  # noqa: RUF009
+    targets: list[str] = option(
         [ALL_LINEAR],
         f"projections that have an adapter; {ALL_LINEAR} = all of them, without those of experts",
         choices=(*PROJECTIONS, ALL_LINEAR),
@@ -141,8 +123,7 @@ class RopeScalingConfig:
     )
     type: str = option(
         "llama3",
-        "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast ones "
-        "unchanged; longrope divides each frequency by its own number",
+        "linear divides all frequencies, llama3 and yarn the slow ones, longrope each by its own",
         choices=("linear", "llama3", "yarn", "longrope"),
         acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
     )
@@ -159,37 +140,24 @@ class RopeScalingConfig:
         acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
     )
     beta_fast: float = _of_yarn(
-        32.0,
-        "frequencies that turn more often than this within original_max_position are not scaled",
-        above=0,
+        32.0, "frequencies that turn more often in original_max_position are not scaled", above=0
     )
     beta_slow: float = _of_yarn(
-        1.0,
-        "frequencies that turn less often than this within it are divided by the factor",
-        above=0,
+        1.0, "frequencies that turn less often in it are divided by the factor", above=0
     )
     truncate: bool = _of_yarn(True, "round the bounds between frequencies")
     attention_factor: float = option(
-        0.0,
-        "factor of rotated queries and keys; 0 = computed from factor",
-        minimum=0,
-        acts_with=f"{_TYPE}=yarn|longrope",
+        0.0, "scales queries and keys; 0 = computed", minimum=0, acts_with=f"{_TYPE}=yarn|longrope"
     )
     mscale_all_dim: float = _of_yarn(
-        0.0,
-        "m of DeepSeek's factor of attention scores, (0.1 m ln(factor) + 1)^2; 0 = none",
-        minimum=0,
+        0.0, "m of the factor of scores, (0.1 m ln(factor) + 1)^2 (DeepSeek); 0 = none", minimum=0
     )
-    short_factor: list[float] = _of_longrope(  # noqa: RUF009
+    short_factor: list[float] = _of_longrope(
         [], "divisor of each frequency for sequences up to original_max_position"
     )
-    long_factor: list[float] = _of_longrope(  # noqa: RUF009
-        [], "divisor of each frequency for longer sequences"
-    )
+    long_factor: list[float] = _of_longrope([], "divisor of each frequency for longer sequences")
     length: str = _of_longrope(
-        "auto",
-        "which of the two lists is used; auto decides by data.sequence_length",
-        choices=("auto", "short", "long"),
+        "auto", "list in use; auto by data.sequence_length", choices=("auto", "short", "long")
     )
 
     @property

@@ -53,10 +53,9 @@ class AxesConfig:
 class ElasticConfig:
     """`mesh.elastic.*`: how a supervised run goes on without hosts that do not come back."""
 
-    axes: list[str] = option(  # noqa: RUF009
+    axes: list[str] = option(
         [],
-        "mesh axes that shrink when a host is lost, the first in the list first; empty = wait for "
-        "the host, as long as --wait of maxpipe supervise says",
+        "axes that shrink, the first first, when a host is lost; empty = wait for it (--wait)",
         choices=("data", "fsdp"),  # they split rows, but no dimension that the model needs split
         needs="checkpoint.every or checkpoint.every_minutes",
     )
@@ -73,9 +72,7 @@ class MeshConfig:
     dcn: AxesConfig = field(default_factory=AxesConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     simulated_devices: int = option(
-        0,
-        "devices that the CPU backend pretends to have, over all processes; 0 = the real ones",
-        minimum=0,
+        0, "devices that a CPU pretends to have, over all processes; 0 = the real ones", minimum=0
     )
     heartbeat_timeout_seconds: int = option(
         100, "silence after which a process counts as lost and the others exit", minimum=5
@@ -92,10 +89,8 @@ class MeshConfig:
 class ShardingConfig:
     """`sharding.*`."""
 
-    logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")  # noqa: RUF009
-    debug: bool = option(
-        False, "print every sharding constraint of the step once, with logical and mesh axes"
-    )
+    logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")
+    debug: bool = option(False, "print each sharding constraint of the step once")
 
 
 def _remat(help: str) -> Any:
@@ -121,10 +116,7 @@ class PipelineConfig:
     """`pipeline.*`; the catalogue says which engines take which of the keys."""
 
     engine: str = option(
-        "auto",
-        "engine that runs the schedule; auto picks by schedule, and sequential for one stage",
-        variants=ENGINES,
-        also=("auto",),
+        "auto", "engine; auto picks by schedule and stages", variants=ENGINES, also=("auto",)
     )
     schedule: str = option("circular", "name of a schedule, or the path of a CSV file with one")
     num_microbatches: int = derived(
@@ -136,29 +128,17 @@ class PipelineConfig:
     num_layers_per_stage: int = derived(
         "layers per chunk; -1 = num_layers / (stages x num_repeats)"
     )
-    layers_per_stage: list[int] = option(  # noqa: RUF009
-        [],
-        "layers of each chunk in model order, for uneven chunks, in place of the two keys above; "
-        "auto = so that the slowest stage is fastest (mpmd), with num_repeats chunks per stage",
-        derived=True,
+    layers_per_stage: list[int] = option(
+        [], "layers of each chunk in model order; auto = the fastest split (mpmd)", derived=True
     )
-    unit_times: list[float] = option(  # noqa: RUF009
-        [],
-        "times from which the order of zb_v and zb_h2 is made, for one microbatch and in one unit: "
-        "forward, input gradient and weight gradient of a layer, then a transfer between stages, "
-        "then loss and head (the last two may be left out: 0); auto = by FLOPs, with transfers 0; "
-        "empty = the published order",
-        derived=True,
+    unit_times: list[float] = option(
+        [], "times of F, I, W, transfer and head for zb_v and zb_h2; auto = by FLOPs", derived=True
     )
     memory_limit_gib: float = option(
-        0,
-        "the estimated memory that a device may use, in GiB; 0 = the chip's memory, if known",
-        minimum=0,
-        acts_with="pipeline.layers_per_stage=auto",
+        0, "GiB of a device; 0 = the chip's", minimum=0, acts_with="pipeline.layers_per_stage=auto"
     )
     parallel_layers: int = derived(
-        "layers in the pipeline; the others run outside it, where the stages serve as data "
-        "parallelism, or (mpmd) as a part of its first or last chunk; -1 = all"
+        "layers in the pipeline; others run outside it or (mpmd) in an end chunk; -1 = all"
     )
     outside_layers: str = option(
         "after", "where layers outside the pipeline come", choices=("after", "before")
@@ -167,27 +147,18 @@ class PipelineConfig:
         False, "send activations a tick later, so that transfers overlap with compute"
     )
     overlap_slots: bool = option(
-        False,
-        "leave a tick between the last stage's forward and its backward, so that forward, loss "
-        "and backward within a tick do not depend on each other",
+        False, "a tick between the last stage's forward and backward, which then can run at once"
     )
     skip_idle: str = automatic(
-        "skip idle slots of the schedule instead of computing and masking them; auto = only on "
-        "CPU devices, where idle stages take time from the others"
+        "skip idle slots instead of computing and masking them; auto = only on CPU devices"
     )
     fsdp_gather: str = option(
         "auto",
-        "how often FSDP weights are gathered and their gradients scattered; mpmd also casts "
-        "weights as often; over other axes gradients are summed once a step, except with "
-        "per_iteration on the circular engine; auto = on TPUs once (or per_repeat, on the "
-        "circular engine, where that takes less memory) if it takes at most 5 % more of a "
-        "device's memory or the whole step takes at most half of it, else per_iteration",
+        "how often FSDP weights are gathered and gradients scattered; auto = on TPUs by memory",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = automatic(
-        "with fsdp_gather=per_iteration, send a chunk's weights and gradients from neighbour to "
-        "neighbour while it computes; auto = only on TPUs whose memory is known, with fsdp of at "
-        "most 8 (on v5e 2), and where layers do not run as a loop",
+        "send a chunk's weights and gradients while it computes; auto = on TPUs, fsdp up to 8",
         acts_with="mesh.ici.fsdp>1 or mesh.dcn.fsdp>1",
     )
     scan_iterations: bool = option(True, "run iterations as a loop; unrolled they compile slowly")
@@ -195,32 +166,22 @@ class PipelineConfig:
         True, "run repeats as a loop", needs="pipeline.fsdp_gather=per_repeat|once"
     )
     scan_layers: bool = option(
-        True,
-        "run all layers of the sequential engine as a loop, which compiles one of them; unrolled, "
-        "the backward reads saved tensors without copies, and with several microbatches or "
-        "remat_policy=none all weights stay gathered over fsdp",
+        True, "run layers of the sequential engine as a loop; unrolled, saved tensors need no copy"
     )
     scan_layers_per_stage: bool = option(
         False, "run a chunk's layers as a loop, which compiles faster and uses more memory"
     )
     remat_policy: str = option(
-        "full",
-        "which tensors of a layer are saved for the backward; it recomputes the others",
-        variants=REMAT_POLICIES,
+        "full", "tensors that a layer saves for its backward", variants=REMAT_POLICIES
     )
     remat_iterations: bool = option(
         True, "apply remat_policy to each iteration; false = save what remat_policy=none saves"
     )
     remat_layers: bool = option(
-        False,
-        "recompute one layer at a time, which takes less memory and one more forward pass; with "
-        "remat_iterations=false each layer's input is saved instead",
+        False, "recompute one layer at a time: less memory, one more forward pass"
     )
     remat_cheap: str = automatic(
-        "in the backward of a chunk of several layers, compute norms and activation functions "
-        "layer by layer instead of holding them, which takes less memory and more time; auto = "
-        "yes, except on TPUs where a step that holds them is estimated to take at most half of a "
-        "device's memory"
+        "recompute norms and activations layer by layer: less memory, more time; auto by memory"
     )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
 

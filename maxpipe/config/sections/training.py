@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS, SOURCES
-from maxpipe.config.sections.fields import A_DIRECTORY, derived, option
+from maxpipe.config.sections.fields import derived, directory, option
 
 
 class MixtureEntry(TypedDict):
@@ -21,40 +21,25 @@ class DataConfig:
 
     source: str = option("python_stdlib", "where documents come from", variants=SOURCES)
     path: str = option(
-        "",
-        "file, directory or glob that the source reads, here or at s3:// and gs://, several "
-        "separated by commas; with datasets also hf:NAME, a data set of the hub",
+        "", "file, directory or glob, here or at s3://, gs://, several with commas; or hf:NAME"
     )
-    eval_path: str = option(
-        "", "the same for a separate validation set; empty = hold out data.eval_fraction"
-    )
+    eval_path: str = option("", "of a separate validation set; empty = data.eval_fraction")
     column: str = option(
-        "",
-        "with datasets or datasets_chat, the column that holds the documents; empty = text or "
-        "tokens, for conversations messages",
+        "", "column with the documents (datasets); empty = text or tokens, for chats messages"
     )
-    mixture: list[MixtureEntry] = option(  # noqa: RUF009
-        [],
-        "several sources instead of one: a list of {source, path, weight}, "
-        "where weights are shares of the documents",
+    mixture: list[MixtureEntry] = option(
+        [], "a list of {source, path, weight} in place of one source; weights share documents"
     )
-    cache_dir: str = option(
-        "",
-        "directory for local copies of remote, compressed and parquet files; "
-        "empty = ~/.cache/maxpipe",
-        **A_DIRECTORY,
+    cache_dir: str = directory(
+        "", "for copies of remote and unpacked files; empty = ~/.cache/maxpipe"
     )
     cache_limit: int = option(
-        0,
-        "most bytes of these copies, without data sets of `datasets`; 0 = nine tenths of the free "
-        "space for each",
-        minimum=0,
+        0, "most bytes of these copies, without `datasets`; 0 = 9/10 of free space each", minimum=0
     )
     tokenizer: str = option(
         "byte",
-        "byte; the path or URL of a Hugging Face tokenizer.json or a SentencePiece .model; "
-        "hf:DIR, hf:org/name, s3://... or gs://..., a folder with a tokenizer.json; or ids:N for "
-        "N token ids that stand for no text; unset = that of the base model, if there is one",
+        "byte; a tokenizer.json or SentencePiece .model; hf:DIR, hf:org/name, s3://... or gs://... "
+        "with a tokenizer.json; ids:N, ids without text; unset = the base model's",
     )
     chat_template: str = option(
         "", "Jinja template of conversations: a file, or chatml; empty = the tokenizer's own"
@@ -74,9 +59,7 @@ class DataConfig:
         0.02, "share of the documents set aside for evaluation", minimum=0, maximum=0.5
     )
     on_bad_document: str = option(
-        "stop",
-        "at a document that is no text or token ids, end the run, or leave it out and count it",
-        choices=("stop", "skip"),
+        "stop", "end the run at a document that is no text, or skip it", choices=("stop", "skip")
     )
     num_workers: int = option(
         0, "processes that prepare batches; 0 = a thread of the training process", minimum=0
@@ -95,25 +78,14 @@ class EvalConfig:
 
     every: int = option(50, "evaluate every this many steps; 0 = never", minimum=0)
     batches: int = option(
-        2,
-        "batches per evaluation, from evenly spaced places of the held-out text; 0 or all = all of "
-        "it, once",
-        minimum=0,
-        zero="all",
-        acts_with="eval.every",
+        2, "batches per evaluation; 0 or all = all", minimum=0, zero="all", acts_with="eval.every"
     )
     batches_per_source: int = derived(
-        "batches by which each source of data.mixture is also evaluated on its own; -1 = "
-        "eval.batches divided by the number of sources, rounded up, or all of each; 0 = none",
-        minimum=0,
-        acts_with="eval.every",
+        "batches of each source of a mixture; -1 = an even share", minimum=0, acts_with="eval.every"
     )
     global_batch_size: int = derived("sequences per evaluation batch; -1 = data.global_batch_size")
-    prompts: list[str] = option(  # noqa: RUF009
-        [],
-        "texts that the model continues at each evaluation, by the 40 most likely tokens, for you "
-        "to read; runs of one process only",
-        acts_with="eval.every",
+    prompts: list[str] = option(
+        [], "texts to continue at each evaluation; runs of one process only", acts_with="eval.every"
     )
 
 
@@ -125,8 +97,7 @@ class OptimizerConfig:
     learning_rate: float = option(3e-4, "peak learning rate", minimum=0)
     schedule: str = option("cosine", "shape of the learning rate over steps", variants=LR_SCHEDULES)
     warmup_steps: int = derived(
-        "steps over which the rate rises linearly from 0; -1 = a twentieth of decay_steps",
-        minimum=0,
+        "steps of a linear rise from 0; -1 = a twentieth of decay_steps", minimum=0
     )
     decay_steps: int = derived("step at which the decay ends; -1 = steps")
     stable_fraction: float = option(
@@ -135,9 +106,7 @@ class OptimizerConfig:
     final_fraction: float = option(
         0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1
     )
-    beta1: float = option(
-        0.9, "decay of the first moment; momentum of sgd and lion", minimum=0, maximum=0.9999
-    )
+    beta1: float = option(0.9, "decay of the first moment; momentum", minimum=0, maximum=0.9999)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
     eps: float = option(1e-8, "number added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled weight decay; applies to matrices only", minimum=0)
@@ -145,22 +114,13 @@ class OptimizerConfig:
         1.0, "global norm to which larger gradients are scaled down; 0 = no bound", minimum=0
     )
     max_consecutive_skips: int = option(
-        5,
-        "stop with exit code 42 after this many consecutive steps with a non-finite loss or "
-        "gradient; 0 = never",
-        minimum=0,
+        5, "exit with code 42 after so many non-finite steps in a row; 0 = never", minimum=0
     )
     spike_window: int = option(
-        0,
-        "skip a step whose loss or gradient norm lies far above its mean over this many steps; "
-        "0 = never",
-        minimum=0,
+        0, "skip a step far above the mean loss or norm of this many; 0 = never", minimum=0
     )
     spike_deviations: float = option(
-        6.0,
-        "standard deviations above the mean that count as a spike",
-        above=0,
-        acts_with="optimizer.spike_window",
+        6.0, "standard deviations that make a spike", above=0, acts_with="optimizer.spike_window"
     )
 
 
@@ -173,16 +133,10 @@ class CheckpointConfig:
         0, "also save when the last save is this many minutes old; 0 = never", minimum=0
     )
     grace_seconds: float = option(
-        30,
-        "seconds that a preempted run has for its last save; a warning names slower saves; 0 = "
-        "never",
-        minimum=0,
+        30, "seconds that a preempted run has to save; slower saves warn; 0 = never", minimum=0
     )
     replica_every: int = option(
-        0,
-        "keep a replica in the host's memory every this many steps, from which `maxpipe supervise` "
-        "restarts; 0 = never",
-        minimum=0,
+        0, "keep a replica in the host's memory every this many steps; 0 = never", minimum=0
     )
     keep: int = option(
         3,
@@ -191,30 +145,19 @@ class CheckpointConfig:
         acts_with="checkpoint.every or checkpoint.every_minutes",
     )
     keep_every: int = option(
-        0,
-        "also keep, for good, those whose step is a multiple of this; 0 = none",
-        minimum=0,
-        needs="checkpoint.every",
+        0, "also keep steps that are a multiple; 0 = none", minimum=0, needs="checkpoint.every"
     )
     keep_best: int = option(
-        0,
-        "also keep this many with the lowest evaluation loss",
-        minimum=0,
-        needs="checkpoint.every and eval.every",
+        0, "also keep this many by eval loss", minimum=0, needs="checkpoint.every and eval.every"
     )
     mirror: str = option(
         "",
-        "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint, from which a "
-        "run can resume when its directory is lost; empty = none",
+        "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint",
         pattern="((s3|gs)://[^/*?[]+(/[^*?[]*)?)?",
-        form="a place in an object store, such as s3://bucket/runs, without *, ? and [, which its "
-        "libraries take for a pattern",
+        form="a place such as s3://bucket/runs, without *, ? and [, which stores take as a pattern",
     )
     mirror_deadline_seconds: float = option(
-        300,
-        "exit with code 1 when the mirror has neither answered nor accepted a part of a file for "
-        "this long; 0 = never",
-        minimum=0,
+        300, "exit with code 1 when the mirror takes nothing for this long; 0 = never", minimum=0
     )
     resume: str = option(
         "auto",
@@ -225,10 +168,9 @@ class CheckpointConfig:
     convert_dtype: bool = option(
         False, "allow a resume to convert parameters or optimizer state to other floating dtypes"
     )
-    accept_changes: list[str] = option(  # noqa: RUF009
+    accept_changes: list[str] = option(
         [],
-        "what may differ from the checkpoint that a run resumes from; tokenizer also from the "
-        "base model that it starts from",
+        "what may differ from the checkpoint to resume from, tokenizer also from the base model's",
         choices=("model", "seed", "optimizer", "data", "tokenizer"),
     )
 
@@ -241,19 +183,13 @@ class TelemetryConfig:
         10, "write to the console and TensorBoard every this many steps; 0 = never", minimum=0
     )
     required: bool = option(
-        False,
-        "exit with code 1 when metrics, TensorBoard events or profiler traces cannot be written; "
-        "false = warn once and continue",
+        False, "exit with code 1 when metrics, events or traces cannot be written; false = warn"
     )
     wandb: str = option(
-        "",
-        "PROJECT or ENTITY/PROJECT of Weights & Biases that gets the metrics",
-        needs="telemetry.log_every",
+        "", "[ENTITY/]PROJECT of Weights & Biases for the metrics", needs="telemetry.log_every"
     )
     mlflow: str = option(
-        "",
-        "experiment of MLflow, at MLFLOW_TRACKING_URI, that gets the metrics",
-        needs="telemetry.log_every",
+        "", "experiment of MLflow, at MLFLOW_TRACKING_URI", needs="telemetry.log_every"
     )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
@@ -262,23 +198,19 @@ class TelemetryConfig:
         3600, "exit with code 124 if the first step takes longer than this; 0 = never", minimum=0
     )
     step_deadline_seconds: float = option(
-        1800,
-        "after the first step, exit with code 124 if nothing progresses for this long; 0 = never",
-        minimum=0,
+        1800, "later exit with code 124 if nothing progresses for this long; 0 = never", minimum=0
     )
-    profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")  # noqa: RUF009
+    profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     """`compile.*`."""
 
-    cache_dir: str = option(
+    cache_dir: str = directory(
         "",
-        "directory of the persistent compilation cache; it holds machine code, so let only people "
-        "you trust write to it; off = no cache; empty = <output_dir>/compile_cache, and no cache "
-        "on several simulated devices",
-        **A_DIRECTORY,
+        "of the compilation cache, machine code that only people you trust may write; off = none; "
+        "empty = <output_dir>/compile_cache, none on several simulated devices",
     )
     topology: str = option(
         "", "for maxpipe.compile: a TPU slice such as v5p:4x4x4, or cpu for simulated devices"
@@ -286,7 +218,5 @@ class CompileConfig:
     num_slices: int = option(1, "number of slices of that topology, joined by DCN", minimum=1)
     save: str = option("", "file in which maxpipe.compile stores the executable, for compile.load")
     load: str = option(
-        "",
-        "file written by compile.save, which maxpipe.train runs instead of compiling; it is "
-        "machine code, so load only files whose origin you trust; empty = compile",
+        "", "file of compile.save to run instead of compiling: machine code, so trust its origin"
     )

@@ -4,7 +4,7 @@ import os
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
-from maxpipe.config.rules.layout import chunk_layers, is_csv, misnamed_table, num_stages
+from maxpipe.config.rules.layout import chunk_layers, is_csv, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
@@ -121,8 +121,7 @@ def _check_supported(
 ) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(
-            misnamed_table(schedule)
-            or f"pipeline.schedule={schedule!r} does not exist; choose one of "
+            f"pipeline.schedule={schedule!r} does not exist; choose one of "
             f"{', '.join(SCHEDULES)} ({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
         )
     facts = SCHEDULES[schedule]

@@ -29,17 +29,6 @@ def test_schedule_csv_runs_on_the_scheduled_engine(resolved, problems, tmp_path)
     assert resolved(f"pipeline.schedule={path}").pipeline.engine == "scheduled"
 
 
-def test_schedule_in_a_file_of_another_name_is_refused_but_none_of_a_schedule(
-    problems, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine.txt", "lockstep_zb"):
-        (tmp_path / name).touch()
-    refusals = problems("pipeline.schedule=mine.txt")
-    assert refusals["pipeline.schedule"].endswith("the name of a table's file ends in .csv")
-    assert problems("pipeline.schedule=lockstep_zb", "pipeline.remat_policy=none") == {}
-
-
 ENGINE = "pipeline.engine"
 REPEATS = "pipeline.num_repeats"
 PER_STAGE = "pipeline.num_layers_per_stage"
@@ -50,7 +39,7 @@ REFUSED = {  # words: key and remedies
     "pipeline.engine=circul": (ENGINE, "did you mean circular?"),
     "pipeline.engine=scheduled pipeline.schedule=1f1b": (ENGINE, "schedule 1f1b (mpmd does)"),
     "pipeline.engine=scheduled": (ENGINE, "schedule circular (circular does)"),
-    "pipeline.schedule=zb_h1 pipeline.num_repeats=2": (REPEATS, "one chunk per stage"),
+    "pipeline.schedule=zb_h1 pipeline.num_repeats=2": (REPEATS, "must be 1 with schedule zb_h1"),
     "pipeline.schedule=lockstep1f1b": ("pipeline.schedule", "did you mean lockstep_1f1b?"),
     # Layers that do not divide
     "model.num_layers=9": ("model.num_layers", "model.num_layers=8 or 10", f"{SPLIT}=[5,4]"),
@@ -64,10 +53,10 @@ REFUSED = {  # words: key and remedies
     ),
     "pipeline.num_layers_per_stage=3": (PER_STAGE, "pipeline.num_layers_per_stage=4"),
     # Uneven stages that do not add up
-    f"{SPLIT}=[3,3,2]": (SPLIT, "3 chunks do not divide into 2 stages"),
+    f"{SPLIT}=[3,3,2]": (SPLIT, "has 3 chunks, not 2 for each of 2 stages"),
     f"{SPLIT}=[4,3]": (SPLIT, "adds up to 7, but model.num_layers=8", f"{SPLIT}=[4,4]"),
-    f"{SPLIT}=[8,0]": (SPLIT, "every chunk needs at least one layer"),
-    f"pipeline.schedule=gpipe {SPLIT}=[2,2,2,2]": (SPLIT, "one chunk per stage"),
+    f"{SPLIT}=[8,0]": (SPLIT, "has a chunk without a layer"),
+    f"pipeline.schedule=gpipe {SPLIT}=[2,2,2,2]": (SPLIT, "not 1 for each"),
     # Stages chosen by a search
     AUTO: (SPLIT, "auto is for the mpmd engine"),
     f"{AUTO} pipeline.schedule=zb_v model.num_layers=3": (

@@ -14,7 +14,7 @@ REFUSED = {  # words: key and remedy or reason
     "model.embed_dim=66": ("model.embed_dim", "nearest legal: 64 or 68"),
     "model.head_dim=15": ("model.head_dim", "must be even"),
     "model.embed_dim=4": ("model.head_dim", "must be even"),
-    "model.rope_fraction=0.2": ("model.rope_fraction", "are 3 channels, but"),
+    "model.rope_fraction=0.2": ("model.rope_fraction", "rotates 3 channels"),
     # Parts of a model that need or exclude each other
     "model.lora.targets=[query]": ("model.lora.targets", "needs model.lora.rank"),
     "model.lora.rank=4 model.lora.targets=[]": ("model.lora.targets", "names none of"),
@@ -25,7 +25,7 @@ REFUSED = {  # words: key and remedy or reason
     f"model.quantisation=fp8 {EXPERTS}": ("model.quantisation", "needs model.moe.experts=0"),
     "model.moe.balance_loss=0.01": ("model.moe.balance_loss", "needs model.moe.experts"),
     "model.mla.kv_lora_rank=64": ("model.mla.kv_lora_rank", "needs model.attention_kind=mla"),
-    f"{MLA} model.num_kv_heads=2": ("model.num_kv_heads", "a key of its own; use 4"),
+    f"{MLA} model.num_kv_heads=2": ("model.num_kv_heads", "model.attention_kind=mla; use 4"),
     f"{MLA} model.head_dim=64": ("model.head_dim", "qk_nope_head_dim + qk_rope_head_dim = 192"),
     f"{MLA} model.attention_sinks=true": ("model.attention_sinks", "model.attention_kind=gqa"),
     f"{MLA} model.mla.qk_rope_head_dim=3": ("model.mla.qk_rope_head_dim", "must be even"),
@@ -53,7 +53,7 @@ REFUSED = {  # words: key and remedy or reason
     f"{GROUPS} model.moe.groups_per_token=5": ("model.moe.groups_per_token", "more than model.moe"),
     f"{GROUPS} model.moe.per_token=3": (
         "model.moe.groups_per_token",
-        "1 of 4 groups have 2 experts, fewer than model.moe.per_token=3",
+        "give 2 experts, fewer than model.moe.per_token=3",
     ),
     "model.first_dense_layers=8 model.moe.experts=2": ("model.first_dense_layers", "be less than"),
     # Positions and windows
@@ -71,7 +71,7 @@ REFUSED = {  # words: key and remedy or reason
     ),
     f"{SCALING}.type=longrope {SCALING}.short_factor=[1,2]": (
         f"{SCALING}.short_factor",
-        "a positive number for each of 8 rotated pairs of channels; got 2 numbers",
+        "a positive number for each of 8 rotated pairs; got 2 numbers",
     ),
     "model.layer_pattern=[local,globl] model.attention_window=4": (
         "model.layer_pattern",
