@@ -121,7 +121,7 @@ def _rule_of(key: str) -> Rule:
 
     def run(c: Config) -> Wrong:
         value = get(c, key)
-        written = as_written(value)
+        written = " ".join(as_written(value).split())
         for refusal in refusals_of(c.pipeline.engine, key) if key in _REFUSABLE else ():
             if value in refusal.values or (not refusal.values and is_set(c, key)):
                 message = f"is not for the {c.pipeline.engine} engine: {refusal.reason}"
