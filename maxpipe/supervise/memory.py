@@ -47,11 +47,7 @@ Steps = dict[str, dict[str, int]]  # step -> file -> bytes
 
 
 def hold(directory: Path) -> None:
-    """Make a process's directory in memory again if it was removed from outside.
-
-    Raises:
-      OSError: this is impossible, for example for lack of space.
-    """
+    """Make a directory in memory, again if it was removed; raises OSError without space."""
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)  # whoever has made it again first
 
@@ -60,8 +56,8 @@ def hold(directory: Path) -> None:
 def shared_memory() -> Iterator[Path]:
     """Yield a new directory in memory, removed at the end.
 
-    Directories of owners that were killed are removed here, also those of an earlier container of
-    this pod: the owner of each locks a file beside it, and the lock ends with the process.
+    Those of owners that were killed are removed here, also in an earlier container of this pod: the
+    owner of each locks a file beside it, and the lock ends with the process.
     """
     for file in _SHARED.glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError), file.open("rb") as lock:  # others' cannot be opened, or are locked
@@ -79,7 +75,6 @@ def shared_memory() -> Iterator[Path]:
 
 
 def names_in(part: Path) -> set[str]:
-    """Return the steps in one part of a memory."""
     names = {path.relative_to(part).as_posix() for path in part.glob("*/*")}
     return set(filter(_NAME.fullmatch, names))
 
@@ -156,8 +151,7 @@ class Partners:
         """Begin to serve and follow the others of an attempt.
 
         Args:
-          addresses: supervisor -> address of its memory, for all that take part, in order; empty if
-            some have none.
+          addresses: supervisor -> address of its memory, for all that take part, in order.
           word: secret of these memories.
           forgets: whether the steps in this memory are of another history than the others'.
 
@@ -229,7 +223,6 @@ class Partners:
         shutil.rmtree(fetched, ignore_errors=True)  # the next attempt fetches all
 
     def _answer(self, connection: socket.socket, word: str) -> None:
-        # The client has perhaps ended; if it still reads, it sees the answer end.
         with connection, suppress(*ERRORS), connection.makefile("rwb") as file:
             connection.settimeout(_TIMEOUT_SECONDS)
             part, *held = parse_record(file.readline(_MAX_LINE), list[str]) or [""]
@@ -264,9 +257,8 @@ def _receive(
 ) -> None:
     """Write the files of a step that follow in an answer."""
     for name, size in files.items():
-        path = step / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as copy:
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        with (step / name).open("wb") as copy:
             _copy(answer, copy, size, ended)
 
 

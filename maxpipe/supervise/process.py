@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import TelemetryConfig
@@ -43,8 +43,7 @@ _SLOWER = 3.0  # else this many times the slowest step before
 _POLL_SECONDS = 1.0  # costs less than waking the thread at every step
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a trainer is."""
 
     attempt: int = 0  # of its job
@@ -63,26 +62,18 @@ class ProgressFile:
         self.is_read = path is not None
         self._path, self._progress, self._clock = path, Progress(attempt), clock
 
-    def may_go_on(self, sizes: Sizes) -> None:
-        """Report with how many processes the run may go on."""
-        self._tell(replace(self._progress, sizes=sizes))
-
-    def run_directory(self, run: Path) -> None:
-        """Report the run's directory, once it exists."""
-        self._tell(replace(self._progress, run=str(run.resolve())))
-
     def finished(self, step: int) -> None:
         """Report that a step is finished; written once a second at most."""
         now = self._clock()
         if now - self._progress.at >= _WRITE_SECONDS:
-            self._tell(replace(self._progress, step=step, at=now))
+            self.tell(step=step, at=now)
 
-    def _tell(self, progress: Progress) -> None:
-        self._progress = progress
+    def tell(self, **changes: Any) -> None:
+        """Report changes of `Progress`. A failed write does not stop training."""
+        self._progress = self._progress._replace(**changes)
         if self._path is not None:
-            # A failed write is no reason to stop training: the supervisor only knows less.
+            text = json.dumps(self._progress._asdict(), default=asdict)
             with suppress(OSError):
-                text = json.dumps(asdict(progress))
                 # Not durable: it is written between steps, and need not outlive the machine.
                 write_atomically(self._path, [text.encode()], durable=False)
 
@@ -95,10 +86,9 @@ def read_progress(path: Path) -> Progress:
 
 
 def downtime_of_process() -> dict[str, float]:
-    """Return how long the run was down before this process, in seconds; empty if it was not.
+    """Return for how many seconds the run was down before this process; empty if it was not.
 
-    `detection` is from the last step of the previous attempt to the end of its trainer, `restart`
-    from then to the start of this process.
+    First until the trainer of the previous attempt had ended, then until this process began.
     """
     with suppress(ValueError):
         detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
@@ -135,10 +125,7 @@ class Watchdog:
         self._closed.set()
 
     def progress(self, what: str, *, before_step: bool = True) -> None:
-        """Restart the clock after `what`, such as "step 12", which is named if the next is late.
-
-        Unless `before_step`, an evaluation or a save comes next.
-        """
+        """Restart the clock after `what`, such as "step 12"; a step comes next or something else."""
         now = self._clock()
         if self._before_step:
             self._slowest_step = max(self._slowest_step, now - self._since)
@@ -148,10 +135,7 @@ class Watchdog:
         self._before_step, self._allowed = before_step, self._step
 
     def hurry(self) -> None:
-        """Shorten the limit of steps from now on, since the process was asked to stop.
-
-        Whoever asks may not wait for the deadline. Evaluations, saves and the first step keep it.
-        """
+        """Shorten the limit of steps after the first: who asks to stop may not wait for it."""
         self._hurried_at = min(self._hurried_at, self._clock())
 
     def overdue(self) -> str:
@@ -185,7 +169,6 @@ class RunLease:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether `check` would raise."""
         return any(lease.is_lost for lease in self._leases)
 
     def check(self) -> None:
@@ -204,7 +187,7 @@ class RunLease:
 def own_run(
     root: Path, mirror: "Mirror | None", job: tuple[str, int], log: Callable[[str], None]
 ) -> Iterator[RunLease]:
-    """Own a run's directory and mirror, and release both at the end of the context or process.
+    """Own a run's directory and mirror up to the end of the context or process.
 
     A directory that is made here is removed at the end if it is empty.
 
@@ -255,7 +238,6 @@ class Supervision:
     memory: Path | None = None  # the supervisor's directory in memory
 
     def finished_step(self, step: int) -> None:
-        """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
         self.interruption.begin()
         self.watchdog.progress(f"step {step}")
         self.progress.finished(step)
@@ -280,8 +262,7 @@ def supervise_process(telemetry: TelemetryConfig) -> Iterator[Supervision]:
 def supervise_in_program() -> Iterator[Supervision]:
     """Supervise a run within a program, such as a notebook, whose process it must not end.
 
-    There are no deadlines: the program may keep a run waiting, and only the end of the process
-    would end a hang. In a thread other than the main one, signals are left to the program.
+    There are no deadlines: the program may keep a run waiting.
     """
     with Interruption(ends_process=False) as interruption:
         yield Supervision(interruption, owns_process=False)

@@ -91,10 +91,9 @@ class Interruption:
         self._stack.close()
 
     def share_with_jax(self) -> None:
-        """Take SIGTERM back from JAX, which handles it alone if there are several processes.
+        """Take SIGTERM back from JAX after its start with several processes; in the main thread.
 
-        JAX only makes a note for the loop, which never reads it if the process hangs. To be called
-        after JAX's start, in the main thread.
+        JAX only makes a note for the loop, which never reads it if the process hangs.
         """
         if not self._listens or not is_one_of_several():
             return
@@ -121,29 +120,27 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Return 130 if this process got a Ctrl-C, otherwise 75."""
         return stop_code(self._signal)
 
     def _listen(self, read: int) -> None:
         with os.fdopen(read, "rb", buffering=0) as signals:
             while received := signals.read(1):
-                number, why = received[0], ""
-                if number not in (signal.SIGTERM, signal.SIGINT):
+                if (number := received[0]) not in (signal.SIGTERM, signal.SIGINT):
                     continue
-                if not self._begun:
-                    why = f"{signal.Signals(number).name} before the first step: nothing to save"
-                elif number == self._signal == signal.SIGINT:
-                    why = "stopped at once, without a save"
-                if why:
+                if self._ends_now(number):
+                    why = f"{signal.Signals(number).name}: stopped at once, without a save"
                     _print(why)
                     leave(stop_code(number), why)
                 self._ask(number)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread of a program."""
-        if not self._begun or number == self._signal == signal.SIGINT:
+        if self._ends_now(number):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(PREEMPTED)
         self._ask(number)
+
+    def _ends_now(self, number: int) -> bool:
+        return not self._begun or number == self._signal == signal.SIGINT
 
     def _ask(self, number: int) -> None:
         """Let the loop stop after the current step, and say so."""
@@ -157,7 +154,6 @@ class Interruption:
 
 
 def stop_code(number: int | None) -> int:
-    """Return the exit code of a run that a signal has asked to stop."""
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 

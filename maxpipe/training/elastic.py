@@ -65,7 +65,7 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
         message = "a slice of TPUs does not start without one of its hosts: leave the key out"
         raise ConfigError(Problem(KEY, message))
     counts = tuple(counts_to_go_on(loaded, whole))
-    progress.may_go_on(Sizes(counts, elastic.wait_seconds, whole_variable(whole)))
+    progress.tell(sizes=Sizes(counts, elastic.wait_seconds, whole_variable(whole)))
     return loaded if now == whole else fit_fewer(loaded, whole, now)
 
 

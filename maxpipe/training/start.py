@@ -163,7 +163,7 @@ def run(
             note(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
         session = start_session(mesh, trainer, directory, checkpointer, supervision)
     session.meta |= mark
-    supervision.progress.run_directory(directory.root)
+    supervision.progress.tell(run=str(directory.root.resolve()))
     # 3. The report, and the steps.
     reasons = [*notes(config, loaded, verbose=loaded.verbose), *decisions]
     held_out = str(session.held_out) if session.held_out else ""

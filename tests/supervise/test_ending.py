@@ -95,13 +95,6 @@ def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb(left
     assert left == [75]
 
 
-def test_run_command_of_one_of_several_passes_an_error_on(left, monkeypatch):
-    monkeypatch.setattr(ending, "is_one_of_several", lambda: True)
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 / 0)
-    assert left == []
-
-
 @pytest.mark.parametrize("code", [0, 2, 42, 75])
 def test_run_command_that_did_not_fail_takes_pythons_exit(left, code):
     for main in (lambda: code, lambda: end_with(code)):
@@ -109,13 +102,6 @@ def test_run_command_that_did_not_fail_takes_pythons_exit(left, code):
             run_command(main)
         assert end.value.code == code
     assert left == []
-
-
-def test_at_end_acts_once_also_after_an_error():
-    acts = []
-    with pytest.raises(ZeroDivisionError), at_end(lambda: acts.append(1)):
-        _ = 1 / 0
-    assert acts == [1]
 
 
 def test_signal_before_the_first_step_calls_last_acts(tmp_path):

@@ -208,15 +208,6 @@ def test_partners_that_cannot_fetch_all_begin_with_what_has_come(hosts, tmp_path
     assert not (hosts[0].memory / "fetched").exists()
 
 
-def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
-    write(hosts[0].memory / OWN, 10)
-    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
-    shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
-    write(hosts[0].memory / OWN, 20)
-    hosts[0].begin(hosts).wait(60)
-    assert steps_in(hosts[0].memory / OWN) == [20]
-
-
 def test_partners_of_fewer_hosts_follow_the_one_before_among_them(hosts):
     for number, host in enumerate(hosts, 1):
         write(host.memory / OWN, 10 * number)

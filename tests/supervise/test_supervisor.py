@@ -223,55 +223,30 @@ time.sleep(1)
 """
 
 
-def supervise_here(tmp_path):
-    """Supervise a run of one process, which ends well, in this process."""
-    place = Place("localhost", 0, 1, 0)
-    command = [sys.executable, "-c", TELLS, str(tmp_path)]
-    return supervisor.supervise(command, place, Policy(), lambda text: None)
-
-
-def test_supervise_writes_how_the_run_has_ended_and_who_took_part(tmp_path):
-    assert supervise_here(tmp_path) == 0
-    status = json.loads((tmp_path / "supervisor.json").read_text())
-    assert status["state"] == "has ended with exit code 0"
-    assert status["members"] == {"0": platform.node()}
-
-
-def test_supervise_with_another_program_at_supervisor_0_s_port_ends_in_time(monkeypatch):
-    monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
-    log = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer_all():
-            with contextlib.suppress(OSError):
-                for _ in range(40):  # the last time ends a supervisor that would go on
-                    with listener.accept()[0] as connection:
-                        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-            listener.close()
-
-        port = listener.getsockname()[1]
-        threading.Thread(target=answer_all, daemon=True).start()
-        place = Place("127.0.0.1", port, 2, 1)
-        policy = Policy(wait_seconds=0.2)
-        assert supervisor.supervise(["true"], place, policy, log.append) == 134
-    assert len(log) == 2, "it does not repeat itself"
-    assert all(line.startswith(f"no supervisor 0 at 127.0.0.1:{port} (another") for line in log)
-
-
-def test_supervise_hears_and_ends_while_a_file_system_stalls(tmp_path, monkeypatch):
+def test_supervise_ends_though_a_file_system_stalls_and_writes_the_end_when_it_can(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(supervisor, "_LAST_STATUS_SECONDS", 0.1)
-    stalled, goes_on = threading.Event(), threading.Event()
+    stalled, goes_on, written = threading.Event(), threading.Event(), threading.Event()
+    write = supervisor.write_atomically
 
-    def stall(*_):
+    def stall(*words):
         stalled.set()
         goes_on.wait(30)
+        write(*words)
+        written.set()
 
     monkeypatch.setattr(supervisor, "write_atomically", stall)
-    began = time.monotonic()
-    assert supervise_here(tmp_path) == 0
+    place, began = Place("localhost", 0, 1, 0), time.monotonic()
+    command = [sys.executable, "-c", TELLS, str(tmp_path)]
+    assert supervisor.supervise(command, place, Policy(), lambda text: None) == 0
     assert stalled.is_set()
     assert time.monotonic() - began < 15
     goes_on.set()
+    assert written.wait(30)
+    status = json.loads((tmp_path / "supervisor.json").read_text())
+    assert status["state"] == "has ended with exit code 0"
+    assert status["members"] == {"0": platform.node()}
 
 
 class Remembered:
@@ -297,7 +272,7 @@ def supervisor_in(directory, *command, count=1, index=0, partners=None, log=prin
 
 
 def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path):
-    here = supervisor_in(tmp_path, sys.executable, "-c", "")
+    here = supervisor_in(tmp_path, "sleep", "60")
 
     def downtime_after(progress):
         here.handle(Start(1, 7, ""))
@@ -314,13 +289,13 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
 
 
 def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(tmp_path):
-    here = supervisor_in(tmp_path, sys.executable, "-c", "", count=3, index=2)
+    here = supervisor_in(tmp_path, "sleep", "60", count=3, index=2)
     here.handle(Start(5, 7, "", (0, 1)))
     assert here.greeting("host").attempt == 0, "it has only waited"
     here.handle(Start(6, 7, "", (0, 1, 2)))
     here.look()
     sizes = Sizes((1, 2), 60.0, "all")
-    here.progress_file.write_text(json.dumps(asdict(Progress(6, sizes=sizes))))
+    here.progress_file.write_text(json.dumps(Progress(6, sizes=sizes)._asdict(), default=asdict))
     here.end()
     assert (here.greeting("host").attempt, here.greeting("host").sizes) == (6, sizes)
 
