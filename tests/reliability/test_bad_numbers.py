@@ -125,23 +125,10 @@ def test_train_non_finite_parameters_are_not_saved_and_a_lower_rate_recovers(tmp
     assert checkpoints(tmp_path / "base") == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        pytest.param(
-            ("pipeline.schedule=1f1b", "pipeline.num_repeats=1", "mesh.ici.stage=2"),
-            marks=pytest.mark.grid,
-        ),
-    ],
-    ids=["sequential", "mpmd"],
-)
-def test_train_non_finite_parameters_of_a_run_without_checkpoints_end_with_42(
-    tmp_path, capsys, words
-):
+def test_train_non_finite_parameters_of_a_run_without_checkpoints_end_with_42(tmp_path, capsys):
     extreme = ("optimizer.grad_clip_norm=0", "optimizer.warmup_steps=0")
     extreme += ("optimizer.learning_rate=3e38", "checkpoint.every=0", "steps=1", "mesh.ici.data=-1")
-    assert run(tmp_path, *extreme, *words) == 42
+    assert run(tmp_path, *extreme) == 42
     assert "the state after step 1 is not finite (" in capsys.readouterr().out
     assert not (tmp_path / "base" / "checkpoints").exists()
 
@@ -204,19 +191,8 @@ def test_train_resumed_keeps_spike_window(tmp_path):
     assert np.count_nonzero(history["history.values"]) == 12
 
 
-@pytest.mark.parametrize(
-    "windows",
-    [
-        (0, 16),
-        pytest.param((16, 0), marks=pytest.mark.slow),
-        pytest.param((16, 20), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_train_resumed_may_change_spike_filter(tmp_path, windows):
-    before, after = (f"optimizer.spike_window={window}" for window in windows)
-    assert run(tmp_path, before, "steps=6", "stop_after=3") == 0
-    assert run(tmp_path, after, "steps=6") == 0
+def test_train_resumed_may_begin_to_filter_spikes(tmp_path):
+    assert run(tmp_path, "steps=6", "stop_after=3") == 0
+    assert run(tmp_path, "optimizer.spike_window=16", "steps=6") == 0
     assert sorted(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    if windows[1]:
-        assert saved(tmp_path / "base", 6)["history.count"] == 3
+    assert saved(tmp_path / "base", 6)["history.count"] == 3

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from helpers.training_process import DEADLINE_SECONDS, command, steps_of
 
-from maxpipe import ctrl_c, train
+from maxpipe import ctrl_c
 from maxpipe.__main__ import COMMANDS
 from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
 
@@ -108,23 +107,6 @@ def test_ctrl_c_is_an_exception_in_main_and_no_traceback_around_it(monkeypatch, 
         signal.signal(signal.SIGINT, before)
     assert handlers == [signal.default_int_handler]
     assert capfd.readouterr().err == "\nstopped by Ctrl-C\n" * 2
-
-
-def test_train_in_a_thread_trains_and_says_that_signals_are_left_alone(tmp_path, capfd):
-    codes = []
-    words = command(tmp_path, *ONE_DEVICE, "mesh.ici.data=8", "steps=2")
-    thread = threading.Thread(target=lambda: codes.append(train.main(words)))
-    thread.start()
-    thread.join(DEADLINE_SECONDS)
-    assert codes == [0]
-    assert "signals are left alone" in capfd.readouterr().err
-    assert sorted(steps_of(tmp_path)) == [1, 2]
-
-
-def test_no_tracebacks_ctrl_c_exits_with_130(capsys):
-    with pytest.raises(SystemExit, match="130"), no_tracebacks():
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "\nstopped by Ctrl-C\n"
 
 
 def test_no_tracebacks_characters_beyond_the_encoding_are_escaped(monkeypatch):

@@ -1,13 +1,10 @@
 """Runs that go back to an earlier step, and are ended and started again at different times."""
 
-import os
 import shutil
-import signal
 
 import pytest
 from helpers.runs import assert_same_run, checkpoints, losses
-from helpers.training_process import SUPERVISED, TrainingProcess, command, train_here, trainer_of
-from helpers.training_process import run as finish
+from helpers.training_process import train_here
 
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.steps import StepsDirectory
@@ -104,14 +101,10 @@ class TestOncePerJob:
         assert "never, but there are committed steps" in capsys.readouterr().err
 
     def test_train_without_a_job_or_for_another_one_goes_back_each_time(
-        self, root, tmp_path, attempt, monkeypatch
+        self, root, tmp_path, attempt
     ):
-        for job, gone in (("one", 3), ("two", 4), (None, 5)):
-            if job is None:
-                monkeypatch.delenv("MAXPIPE_JOB")
-                monkeypatch.delenv("MAXPIPE_ATTEMPT")
-            else:
-                attempt(1, job)
+        for job, gone in (("one", 3), ("two", 4)):
+            attempt(1, job)
             assert run(tmp_path, BACK, "stop_after=4") == 0
             assert len(abandoned(root)) == gone
 
@@ -122,27 +115,6 @@ class TestOncePerJob:
             attempt(number)
             assert run(tmp_path, BACK, f"stop_after={4 * number}") == 0
         assert_same_run(root, whole, 12)
-
-    @pytest.mark.slow
-    def test_train_supervised_that_has_gone_back_continues_from_memory_when_it_is_killed(
-        self, tmp_path
-    ):
-        words = command(
-            tmp_path,
-            *("mesh.simulated_devices=1", "mesh.ici.stage=1", "mesh.ici.fsdp=1"),
-            *("checkpoint.every=100", "checkpoint.keep=100", "steps=20000"),
-        )
-        assert finish(tmp_path / "first.log", [*words, "stop_after=300"])[0] == 0
-        back = ["checkpoint.resume=100", "checkpoint.replica_every=10", "stop_after=600"]
-        with TrainingProcess(tmp_path / "log", [*words, *back], program=SUPERVISED) as supervisor:
-            supervisor.wait_for(" 250/")
-            os.kill(trainer_of(supervisor.pid), signal.SIGKILL)
-            assert supervisor.wait() == 0, supervisor.output
-            output = supervisor.output
-        assert output.count(FOLLOWED) == 1
-        assert "is restored from replicas in memory; safe: steps 100, 200" in output
-        assert abandoned(tmp_path / "base") == ["200.abandoned", "300.abandoned"]
-        assert sorted(losses(tmp_path / "base")) == [*range(1, 601)]
 
 
 class Crash(BaseException):

@@ -10,7 +10,7 @@ import re
 import time
 
 import pytest
-from helpers.training_process import BASE, command, run
+from helpers.training_process import BASE
 
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.options import OPTIONS, SECTIONS
@@ -20,35 +20,9 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
 DEADLINE_SECONDS = 5  # of this process's time, so that a busy machine does not matter
-# A run of a thousand layers is legal but too long for a test.
-VALUES = (
-    *("0", "-1", "1", "3", "1e400", "-7", "7.5", "nan", "inf", "true", "null", "~", "", "''"),
-    *("abc", "../up", "/dev/null", "\u00e9\u2603", "2026-01-01", "[1, 2", "[a, [b]]", "{a: 1}"),
-    *("[]", "${seed}", "${oc.env:HOME}", "${nowhere}", "a: b: c"),
-    "!!python/object/apply:os.system [ls]",
-)
 OWN_KEYS = re.compile(
     "|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True)))
 )
-
-
-def mutate(draw):
-    """Draw some words of a command line, most of them wrong."""
-    keys = sorted({*OPTIONS, *SECTIONS})
-
-    def key():
-        name = draw.choice(keys)
-        kind = draw.random()
-        if kind < 0.7:
-            return name
-        if kind < 0.8:
-            at = draw.randrange(len(name))
-            return name[:at] + name[at + 1 :]
-        if kind < 0.9:
-            return name.replace(".", "_")
-        return f"{name}.{draw.choice(keys)}"
-
-    return [f"{key()}={draw.choice(VALUES)}" for _ in range(draw.randint(1, 4))]
 
 
 def refusal(*words, text=None, tmp_path=None):
@@ -70,11 +44,9 @@ def refusal(*words, text=None, tmp_path=None):
         ("a: &a [*a]", "nested too deeply"),
         ("base: /dev/zero", "/dev/zero has more than"),
         ("[" * 200_000, "maximum recursion depth"),
-        ("a: " + "{a: " * 5_000, "maximum recursion depth"),
-        ("- " * 3_000, "maximum recursion depth"),
         ("x" * 2_000_000, "characters"),
     ],
-    ids=["itself", "zeros", "brackets", "braces", "dashes", "long"],
+    ids=["itself", "zeros", "brackets", "long"],
 )
 def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
     assert message in refusal(text=text, tmp_path=tmp_path)
@@ -85,7 +57,6 @@ def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
     [
         ("output_dir=a\0b", "output_dir (command line): holds a NUL character"),
         ("run_name=" + "a" * 5000, "run_name (command line): 'aaa"),
-        ("output_dir=" + "a" * 300, "output_dir (command line): 'aaa"),
         ("output_dir=" + "a/" * 3000, "output_dir (command line): 'a/a/"),
         ("steps=1e18", "steps (command line): must be at most 2147483647"),
         ("data.sequence_length=1e8", "data.sequence_length (command line): must be at most"),
@@ -115,18 +86,6 @@ def test_load_random_yaml_is_accepted_or_explained(tmp_path):
                 assert problem.message, text
                 assert "\n" not in str(problem), text
                 assert OWN_KEYS.search(str(problem)) or problem.source, (text, str(problem))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("seed", range(20))
-def test_train_mutated_command_runs_or_exits_with_2(tmp_path, seed):
-    draw = random.Random(1000 + seed)
-    words = [word for word in mutate(draw) if not word.startswith(("steps", "output_dir"))]
-    code, output = run(tmp_path / "log", command(tmp_path / "runs", *words, "steps=1"))
-    assert "Traceback" not in output, (words, output)
-    assert code in (0, 2), (words, output)
-    if code == 2:
-        assert "config error: " in output
 
 
 class TestSchedules:
@@ -169,13 +128,3 @@ class TestSchedules:
             message = self.read(path)
             assert time.process_time() - began < DEADLINE_SECONDS
             assert message is None or message
-
-    @pytest.mark.parametrize(
-        "text",
-        ["0F99999999999", "999999999F0", "99999F99999", '"' + "x" * 200_000, "0F0\0", "0F0," * 9],
-        ids=["microbatch", "chunk", "both", "field", "NUL", "columns"],
-    )
-    def test_load_csv_impossible_file_is_explained(self, tmp_path, text):
-        path = tmp_path / "schedule.csv"
-        path.write_text(text)
-        assert "schedule.csv" in self.read(path)
