@@ -125,7 +125,7 @@ class Watchdog:
         self._closed.set()
 
     def progress(self, what: str, *, before_step: bool = True) -> None:
-        """Restart the clock after `what`, such as "step 12"; a step comes next or something else."""
+        """Restart the clock after `what`, such as "step 12"; next comes a step, or else a save."""
         now = self._clock()
         if self._before_step:
             self._slowest_step = max(self._slowest_step, now - self._since)
