@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 
 import yaml
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.run_argument import open_steps
+from maxpipe.checkpoint.errors import CheckpointDamaged, ReadError
+from maxpipe.checkpoint.run_argument import find_step, open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
@@ -54,19 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     store = open_steps(options.dir, KEY)
-    if not store.entries():
-        return _nothing(f"{store} holds no checkpoints")
-    if options.command == "ls":
+    if options.command == "ls" and store.entries():
         return list_steps(store)
-    steps = store.steps()
-    step = getattr(options, "step", None)
-    if step is not None and step not in steps:
-        return _nothing(f"step {step} is not committed in {store}; there are {steps}")
-    if not steps:
-        return _nothing(f"{store} holds no committed checkpoint")
+    find_step(store, None, KEY)  # there is one
     if options.command == "verify":
         return verify(store, lambda: open_steps(options.dir, KEY).steps())
-    return show(store, steps[-1] if step is None else step)
+    return show(store, find_step(store, options.step, KEY))
 
 
 def list_steps(store: StepStore) -> int:
@@ -92,15 +85,11 @@ def verify(store: StepStore, steps_now: Callable[[], list[int]]) -> int:
         try:
             with store.local_copy(step) as path:
                 verdict = f"sound, {len(verify_step(path).leaves)} arrays"
-        except CheckpointUnreadable as error:
-            verdict = f"UNREADABLE: {error}"
-            code = code or UNREADABLE
-        except CheckpointDamaged as error:
+        except ReadError as error:
+            verdict = "gone: a running training has just deleted it"
             if step in steps_now():
-                verdict = f"DAMAGED: {error}"
-                code = DAMAGE
-            else:
-                verdict = "gone: a running training has just deleted it"
+                verdict, found = _verdict(error)
+                code = code if code == DAMAGE else found
         print(f"{step}: {verdict}", flush=True)
     return code
 
@@ -109,12 +98,10 @@ def show(store: StepStore, step: int) -> int:
     """Print the record of a step: the caller's meta as YAML, then a table of its arrays."""
     try:
         record = store.record(step)
-    except CheckpointDamaged as error:
-        print(f"{step}: DAMAGED: {error}", file=sys.stderr)
-        return DAMAGE
-    except CheckpointUnreadable as error:
-        print(f"{step}: UNREADABLE: {error}", file=sys.stderr)
-        return UNREADABLE
+    except ReadError as error:
+        verdict, code = _verdict(error)
+        print(f"{step}: {verdict}", file=sys.stderr)
+        return code
     description = {"step": record.step, **record.meta}
     print(yaml.safe_dump(description, sort_keys=False, default_flow_style=None, allow_unicode=True))
     rows = [("array", "dtype", "shape", "elements", "digest")]
@@ -123,6 +110,12 @@ def show(store: StepStore, step: int) -> int:
         rows.append((name, leaf.dtype, shape, f"{math.prod(leaf.shape):,}", f"{leaf.digest:08x}"))
     print(_table(rows))
     return 0
+
+
+def _verdict(error: ReadError) -> tuple[str, int]:
+    if isinstance(error, CheckpointDamaged):
+        return f"DAMAGED: {error.reason}", DAMAGE
+    return f"UNREADABLE: {error.reason}", UNREADABLE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,17 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nothing(message: str) -> int:
-    print(message, file=sys.stderr)
-    return NOTHING
-
-
-def _size_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def _size_text(size: int) -> str:
+    power = min(size.bit_length() // 10, 4)
+    return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

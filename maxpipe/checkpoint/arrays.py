@@ -6,9 +6,7 @@ memory, and reports damage as one exception. (Tasks that fail in Orbax's reader 
 with tracebacks.)
 """
 
-import errno
 import math
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,22 +46,16 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def saveable(name: str, leaf: object) -> Array:
-    """Return the leaf as an array; raises TypeError if it is not one of plain numbers."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{name} is a typed PRNG key; save jax.random.key_data of it")
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return leaf
+    """Return the leaf as an array; raises TypeError if it is none."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
     raise TypeError(f"{name} is a {type(leaf).__name__}; a checkpoint holds JAX and NumPy arrays")
 
 
 def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
-    """Return the summaries of a state's arrays; raise if the state is not finite.
-
-    Args:
-      step: number of finished training steps.
-      arrays: the state's arrays by dotted path.
+    """Return the summaries of a state's arrays, by dotted path.
 
     Raises:
       StateNotFinite: a number is not finite, or a parameter is so large that its square is not.
@@ -71,8 +63,8 @@ def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
     summary_of = summaries(arrays)
     names = [
         name
-        for name, summary in summary_of.items()
-        if not (summary.has_finite_squares if PARAMS in name.split(".") else summary.is_finite)
+        for name, (_, nonfinite, nonfinite_squares) in summary_of.items()
+        if (nonfinite_squares if PARAMS in name.split(".") else nonfinite)
     ]
     if names:
         raise StateNotFinite(step, names)
@@ -81,10 +73,9 @@ def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
 
 def describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
     """Return shape, dtype and digest of every array; raises as `check_finite`."""
-    summary_of = check_finite(step, arrays)
     return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
-        for name, array in arrays.items()
+        name: Leaf(arrays[name].shape, np.dtype(arrays[name].dtype).name, int(summary.digest))
+        for name, summary in check_finite(step, arrays).items()
     }
 
 
@@ -126,9 +117,7 @@ def load(
     leaves: Mapping[str, Leaf],
     shardings: Mapping[str, jax.sharding.Sharding | None],
 ) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) for each name in `shardings`, in order.
-
-    Reads up to `BYTES_IN_FLIGHT` ahead.
+    """Yield (name, array) for each name in `shardings`, in order, reading `BYTES_IN_FLIGHT` ahead.
 
     Args:
       step_directory: a committed step.
@@ -154,10 +143,6 @@ def load(
         actual = Leaf(tuple(store.shape), store.dtype.name, leaves[name].digest)
         if actual != leaves[name]:  # found before memory is allocated for it
             raise ValueError(f"{name} is {actual}, not {leaves[name]}")
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if sharding is None and (size := nbytes(leaves[name])) > memory:
-            message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
-            raise OSError(errno.ENOMEM, message)
         pending.append((name, _start(store, leaves[name].shape, sharding)))
         in_flight += nbytes(leaves[name])
         while in_flight > BYTES_IN_FLIGHT:
@@ -168,7 +153,6 @@ def load(
 
 
 def array_spec(database: Path, name: str) -> dict[str, object]:
-    """Return TensorStore's specification of an array in a database."""
     base = files_in(database)
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
 
@@ -191,16 +175,15 @@ def _finish(
 ) -> Array:
     """Wait for the pieces and place them on this process's devices."""
     values = {box: np.asarray(future.result()) for box, future in pieces.items()}
+    whole = values.get(box_of((), shape))
     if sharding is None:
         return values[box_of((), shape)]
     with jax.enable_x64(True):  # otherwise 64-bit integers lose their upper half
-        if sharding.is_fully_addressable:
-            return jax.device_put(values[box_of((), shape)], sharding)
-        shards = []
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            shards.append(jax.device_put(values[box_of(index, shape)], target))
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        return jax.make_array_from_callback(
+            shape,
+            sharding,
+            lambda index: values[box_of(index, shape)] if whole is None else whole[index],
+        )
 
 
 def box_of(index: tuple[slice, ...] | None, shape: Shape) -> Box:

@@ -10,9 +10,8 @@ or reduction tree. (Without the mixing, as a sum of weighted words, two flipped 
 in an array would cancel.)
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -28,24 +27,16 @@ Words = TypeVar("Words", jax.Array, np.ndarray)
 
 
 class Summary(NamedTuple):
-    """The results of one pass over an array."""
-
-    digest: int  # in [0, 2^32)
-    is_finite: bool  # the array has neither NaN nor infinity; true for integers
-    has_finite_squares: bool  # the square of each number is also finite in the array's dtype
-
-
-class _Pending(NamedTuple):
-    """uint32 scalars that the devices may still be computing: the digest and two counts."""
+    """The results of one pass over an array; uint32 scalars while devices are computing them."""
 
     digest: jax.Array | int
-    nonfinite: jax.Array | int
-    nonfinite_squares: jax.Array | int
+    nonfinite: jax.Array | int  # how many numbers are NaN or infinite; 0 for integers
+    nonfinite_squares: jax.Array | int  # how many have such a square in the array's dtype
 
 
 def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     """Return name -> digest of all arrays; arguments as for `summaries`."""
-    return {name: summary.digest for name, summary in summaries(arrays).items()}
+    return {name: int(summary.digest) for name, summary in summaries(arrays).items()}
 
 
 def summaries(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, Summary]:
@@ -59,13 +50,11 @@ def summaries(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, Summary
     local = jax.tree.map(
         lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, pending
     )
-    return {
-        name: Summary(int(digest), not nonfinite, not nonfinite_squares)
-        for name, (digest, nonfinite, nonfinite_squares) in jax.device_get(local).items()
-    }
+    fetched: dict[str, Summary] = jax.device_get(local)
+    return {name: Summary(*map(int, summary)) for name, summary in fetched.items()}
 
 
-def _start(array: jax.Array | np.ndarray) -> _Pending:
+def _start(array: jax.Array | np.ndarray) -> Summary:
     if not isinstance(array, jax.Array):
         return _host_summary(array)
     device = jax.local_devices()[0]
@@ -79,17 +68,14 @@ def _start(array: jax.Array | np.ndarray) -> _Pending:
     return jax.block_until_ready(_device_summary(move(array, device_memory)))
 
 
-def _mix(
-    word: Words,
-    multiply: Callable[[Words, int], Words],
-    fold: Callable[[Words, int], Words],
-) -> Words:
-    """Return MurmurHash3's finalizer of each word; `fold` is word ^ (word >> shift)."""
-    word = fold(word, 16)
-    word = multiply(word, 0x85EBCA6B)
-    word = fold(word, 13)
-    word = multiply(word, 0xC2B2AE35)
-    return fold(word, 16)
+def _mix(word: Words) -> Words:
+    """Return MurmurHash3's finalizer of each word; overwrites a NumPy array."""
+    word ^= word >> np.uint32(16)
+    word *= np.uint32(0x85EBCA6B)
+    word ^= word >> np.uint32(13)
+    word *= np.uint32(0xC2B2AE35)
+    word ^= word >> np.uint32(16)
+    return word
 
 
 def device_digest(array: jax.Array) -> jax.Array:
@@ -97,38 +83,26 @@ def device_digest(array: jax.Array) -> jax.Array:
     return jnp.asarray(_device_summary(array).digest)
 
 
-def _device_summary(array: jax.Array) -> _Pending:
+def _device_summary(array: jax.Array) -> Summary:
     if array.size == 0:
-        return _Pending(jnp.uint32(0), 0, 0)
+        return Summary(jnp.uint32(0), 0, 0)
     # 64-bit arrays can be handled only with x64 on, whatever the calling program uses.
     with jax.enable_x64(array.dtype.itemsize == 8):
-        return _compiled()(array)
+        return _compiled_summary(array)
 
 
-@functools.cache
-def _compiled() -> Callable[[jax.Array], _Pending]:
-    def summarize(array: jax.Array) -> _Pending:
-        words = _device_words(array)
-        index = jnp.zeros(words.shape, jnp.uint32)
-        for dim in range(words.ndim):
-            stride = math.prod(words.shape[dim + 1 :]) & 0xFFFFFFFF
-            index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(stride)
-        mixed = _mix(
-            words + index * np.uint32(GOLDEN),
-            multiply=lambda word, factor: word * np.uint32(factor),
-            fold=lambda word, shift: word ^ (word >> np.uint32(shift)),
-        )
-        digest = jnp.sum(mixed, dtype=jnp.uint32)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            return _Pending(digest, 0, 0)
-        squares = array * array
-        return _Pending(
-            digest,
-            jnp.sum(~jnp.isfinite(array), dtype=jnp.uint32),
-            jnp.sum(~jnp.isfinite(squares), dtype=jnp.uint32),
-        )
-
-    return jax.jit(summarize)
+@jax.jit
+def _compiled_summary(array: jax.Array) -> Summary:
+    words = _device_words(array)
+    index = jnp.zeros(words.shape, jnp.uint32)
+    for dim in range(words.ndim):
+        stride = math.prod(words.shape[dim + 1 :]) & 0xFFFFFFFF
+        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(stride)
+    digest = jnp.sum(_mix(words + index * np.uint32(GOLDEN)), dtype=jnp.uint32)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return Summary(digest, 0, 0)
+    counts = [jnp.sum(~jnp.isfinite(x), dtype=jnp.uint32) for x in (array, array * array)]
+    return Summary(digest, *counts)
 
 
 def _device_words(array: jax.Array) -> jax.Array:
@@ -144,37 +118,24 @@ def _device_words(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
-def _host_summary(array: np.ndarray) -> _Pending:
+def _host_summary(array: np.ndarray) -> Summary:
     """Return the summary of an array in host memory, computed one cache-sized piece at a time."""
     flat = np.ascontiguousarray(array).reshape(-1)
     words = flat.view(np.uint32 if flat.itemsize >= 4 else f"u{flat.itemsize}")
     is_floating = jnp.issubdtype(array.dtype, jnp.floating)
     words_per_element = 2 if flat.itemsize == 8 else 1
-    total = 0
-    nonfinite = 0
-    nonfinite_squares = 0
+    total = nonfinite = nonfinite_squares = 0
     offsets = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(GOLDEN)
     for start in range(0, words.size, _CHUNK):
         word = words[start : start + _CHUNK].astype(np.uint32)
         word += offsets[: word.size]
         word += np.uint32(start * GOLDEN & 0xFFFFFFFF)
-        word = _mix(word, multiply=_multiply_in_place, fold=_fold_in_place)
-        total += int(word.sum(dtype=np.uint64))
+        total += int(_mix(word).sum(dtype=np.uint64))
         if is_floating:
             first = start // words_per_element
             piece = flat[first : first + _CHUNK // words_per_element]
-            nonfinite += piece.size - int(np.count_nonzero(np.isfinite(piece)))
             with np.errstate(over="ignore", invalid="ignore"):
                 squares = piece * piece
-            nonfinite_squares += piece.size - int(np.count_nonzero(np.isfinite(squares)))
-    return _Pending(total & 0xFFFFFFFF, nonfinite, nonfinite_squares)
-
-
-def _multiply_in_place(word: np.ndarray, factor: int) -> np.ndarray:
-    word *= np.uint32(factor)
-    return word
-
-
-def _fold_in_place(word: np.ndarray, shift: int) -> np.ndarray:
-    word ^= word >> np.uint32(shift)
-    return word
+            nonfinite += int(np.count_nonzero(~np.isfinite(piece)))
+            nonfinite_squares += int(np.count_nonzero(~np.isfinite(squares)))
+    return Summary(total & 0xFFFFFFFF, nonfinite, nonfinite_squares)

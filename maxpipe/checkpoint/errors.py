@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LINES_SHOWN = 20
-NAMES_SHOWN = 3
-
 
 # File system errors that may be transient, or are about this process rather than the file.
 _PASSING = "EACCES EAGAIN EINTR EIO EMFILE ENFILE ENOMEM EPERM ESTALE ETIMEDOUT"
 PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING.split())
-
-
+# Status codes, at the start of TensorStore's messages, that are not about the checkpoint.
+_PASSING_STATUS = "PERMISSION_DENIED RESOURCE_EXHAUSTED UNAVAILABLE DEADLINE_EXCEEDED CANCELLED"
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
 
@@ -27,23 +25,42 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def brief(error: Exception) -> str:
-    """Return an error on one line; TensorStore's are long, with the reason at their end."""
+    """Return an error on one line, without the places in TensorStore's source."""
     text = " ".join(str(error).split()).partition(" [source locations=")[0]
-    text = text.partition(" [tensorstore")[0]
-    text = text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text.partition(' [tensorstore')[0]}"
 
 
-class CheckpointDamaged(RuntimeError):
+class ReadError(RuntimeError):
+    """A checkpoint, at a path or URL, was not read."""
+
+    state = "not read"
+
+    def __init__(self, place: object, reason: object):
+        super().__init__(f"checkpoint {place} is {self.state}: {reason}")
+        self.reason = str(reason)
+
+
+class CheckpointDamaged(ReadError):
     """A committed checkpoint cannot be read, or what was read is not what was saved."""
 
-
-class ReplicasDamaged(RuntimeError):
-    """A replica in memory is damaged; it was dropped, so that the next attempt does without it."""
+    state = "damaged"
 
 
-class CheckpointUnreadable(RuntimeError):
+class CheckpointUnreadable(ReadError):
     """A checkpoint that may be sound cannot be read here: a newer version or missing permission."""
+
+    state = "unreadable here"
+
+
+class NoCheckpoint(RuntimeError):
+    """Nothing is saved, and no replica in memory is sound; damaged ones were dropped."""
+
+
+def reading_error(place: object, error: Exception) -> ReadError:
+    """Return the error of a checkpoint that another error, of a library, is about."""
+    is_passing = errno_of(error) in PASSING_ERRNOS or isinstance(error, PermissionError)
+    is_passing |= str(error).startswith(tuple(_PASSING_STATUS.split()))
+    return (CheckpointUnreadable if is_passing else CheckpointDamaged)(place, brief(error))
 
 
 class CheckpointSaveError(RuntimeError):
@@ -54,10 +71,7 @@ class StateNotFinite(RuntimeError):
     """The state to be saved has numbers that are NaN, infinite or close to it; none is saved."""
 
     def __init__(self, step: int, names: Sequence[str]):
-        assert names
-        shown = ", ".join(names[:NAMES_SHOWN])
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        super().__init__(f"the state after step {step} is not finite ({shown}{more})")
+        super().__init__(f"the state after step {step} is not finite ({first(names)})")
 
 
 class CheckpointMismatch(ValueError):
@@ -68,19 +82,19 @@ class CheckpointMismatch(ValueError):
     """
 
     def __init__(self, directory: Path, differences: Sequence[str], is_only_dtype: bool = False):
-        assert differences
         self.differences = tuple(differences)
-        lines = [f"  {line}" for line in self.differences[:LINES_SHOWN]]
+        lines = [f"checkpoint {directory} does not fit this run:"]
+        lines += [f"  {line}" for line in self.differences[:LINES_SHOWN]]
         if len(self.differences) > LINES_SHOWN:
             lines.append(f"  ... and {len(self.differences) - LINES_SHOWN} more")
-        remedy = (
-            "Continue with the model.* and optimizer.* it was saved with, "
-            "or choose another run_name."
-        )
         if is_only_dtype:
-            remedy = (
-                "checkpoint.convert_dtype=true converts them. "
-                f"Otherwise c{remedy.removeprefix('C')}"
-            )
-        table = "\n".join(lines)
-        super().__init__(f"checkpoint {directory} does not fit this run:\n{table}\n{remedy}")
+            lines.append("checkpoint.convert_dtype=true converts them.")
+        start = "Or continue" if is_only_dtype else "Continue"
+        remedy = "with the model.* and optimizer.* it was saved with, or choose another run_name."
+        lines.append(f"{start} {remedy}")
+        super().__init__("\n".join(lines))
+
+
+def first(names: Sequence[str]) -> str:
+    """Return the first three of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from maxpipe.checkpoint.arrays import Array, check_finite, describe, named_leaves, saveable
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointSaveError,
-    CheckpointUnreadable,
-    ReplicasDamaged,
+    NoCheckpoint,
+    ReadError,
     StateNotFinite,
     brief,
     errno_of,
@@ -42,11 +41,9 @@ class Checkpointer:
 
     A save runs in the background: the arrays are copied to host memory, written, and committed by
     one atomic rename, together with the position in the data, the caller's meta and a digest of
-    every array. An error of a background save is raised once, by the next call.
-
-    With a mirror every committed step is then copied to an object store, also in the background.
-    The next save waits for the copy. Steps that are only in the mirror count like those in the
-    directory; `restore` fetches them.
+    every array. An error of a background save is raised once, by the next call. With a mirror every
+    committed step is then copied to an object store, also in the background; the next save waits
+    for the copy. Steps that are only in the mirror count like those in the directory.
 
     A restore verifies every digest. If a step is damaged, the mirror's copy replaces it. If that is
     damaged, too, the run continues from the newest sound step, and the damaged newer steps are
@@ -60,8 +57,6 @@ class Checkpointer:
       directory: the directory of the steps, one subdirectory each; made by the first save. It must
         be in a local or shared file system with atomic renames.
       settings: the `checkpoint` section of the configuration: when to save, what to keep.
-      mirror: the directory's mirror, if it has one.
-      replicas: the run's replicas in host memory, if it keeps any.
       log: function that receives warnings; called in process 0 only.
       clock: monotonic clock, in seconds.
     """
@@ -85,16 +80,17 @@ class Checkpointer:
         # With a mirror a step is safe when it has been copied, otherwise when it is committed.
         on_written = (lambda: None) if mirror else self._timer.finished
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
-        self._sync = MirrorSync(self._directory, mirror, self._retention) if mirror else None
+        self._sync: MirrorSync | None = None
+        if mirror is not None:
+            parts = (self._directory, mirror, self._retention)
+            self._sync = MirrorSync(*parts, self._timer.finished, self._log)
         self._replicas = replicas
-        if replicas is not None and replicas.warning:
-            self._log(replicas.warning)
         self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
         self._base: int | None = None  # step last restored
 
     @property
     def place(self) -> str:
-        """Return the path of the directory and the URL of the mirror, for messages."""
+        """The path of the directory and the URL of the mirror, for messages."""
         return " and ".join(map(str, self._stores))
 
     def steps(self) -> list[int]:
@@ -113,10 +109,7 @@ class Checkpointer:
     def record(self, step: int, *, is_saved: bool = False) -> Record:
         """Return the record of a step from memory, the directory or the mirror, in this order.
 
-        With `is_saved`, replicas do not count.
-
-        Raises:
-          CheckpointDamaged, CheckpointUnreadable: as `step_record`.
+        With `is_saved`, replicas do not count. Raises as `step_record`.
         """
         if not is_saved and self._replicas is not None and step in self._replicas.steps:
             return step_record(self._replicas.of(step))
@@ -141,7 +134,6 @@ class Checkpointer:
         return step > 0 and step != self._latest and is_due
 
     def replica_due(self, step: int) -> bool:
-        """Return whether to write a replica after this step, if it is not saved."""
         return self._replicas is not None and self._replicas.due(step)
 
     def replicate(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> None:
@@ -171,8 +163,7 @@ class Checkpointer:
         """Start saving in the background; return false if the step was just saved or restored.
 
         Waits for the previous save and for its copy to the mirror. After the return the arrays may
-        be donated or overwritten. Until the commit a copy of this process's shards is in host
-        memory.
+        be donated or overwritten; until the commit host memory has a copy of this process's shards.
 
         Args:
           step: number of training steps done.
@@ -206,12 +197,11 @@ class Checkpointer:
             self._retention.note(step, meta)
             # Until the save begins, a committed step of this number is an old one to replace.
             # Only the first save after a start or a restore can have steps ahead of it.
-            if not self._writer.is_open:
-                with self._failures(may_be_committed=False):
-                    self._abandon_newer(step)
-                if on_set_aside is not None:
-                    on_set_aside()
             with self._failures(may_be_committed=False):
+                if not self._writer.is_open:
+                    self._abandon_newer(step)
+                    if on_set_aside is not None:
+                        on_set_aside()
                 self._writer.start(step, arrays, record)
         return True
 
@@ -223,8 +213,7 @@ class Checkpointer:
         leaves = {
             name: leaf
             for name, leaf in named_leaves(state).items()
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-            and (not isinstance(leaf, jax.Array) or leaf.sharding.has_addressable_devices)
+            if not isinstance(leaf, jax.Array) or leaf.sharding.has_addressable_devices
         }
         failure: StateNotFinite | None = None
         try:
@@ -258,21 +247,19 @@ class Checkpointer:
           CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
           CheckpointUnreadable: a step that may be sound cannot be read here; older steps are not
             tried.
-          ReplicasDamaged: there were only replicas, none of them sound.
-          FileNotFoundError: there is no committed step.
+          NoCheckpoint: there is no committed step, and no sound replica.
         """
         # The step to read may be the one that is still being written.
         self._finish_saves()
         if step is None:
             restored = self._restore_newest_sound(abstract_state, optional)
         else:
-            try:
-                restored = self._read(step, abstract_state, optional)
-            except CheckpointDamaged as error:
-                directory = self._directory.of(step)
-                raise CheckpointDamaged(f"checkpoint {directory}: {error}") from error
+            restored = self._read(step, abstract_state, optional)
         # A step that is only in memory, or damaged where it was saved, still has to be saved.
-        is_saved = processes.of_first_process(int(self._is_saved(restored.step)))
+        is_saved = False
+        with contextlib.suppress(ReadError):
+            is_saved = self.record(restored.step, is_saved=True).step == restored.step
+        is_saved = bool(processes.of_first_process(int(is_saved)))
         self._latest = restored.step if is_saved else None
         self._base = restored.step
         if self._replicas is not None:  # the run is about to repeat these steps
@@ -291,7 +278,7 @@ class Checkpointer:
         self._finish_saves()
         if self._sync is not None:
             # Copy the last step, and whatever an earlier copy failed to bring to the mirror.
-            self._sync.start(self._timer.finished)
+            self._sync.start()
             self._wait_for_mirror()
 
     def _wait_for_commit(self) -> None:
@@ -301,11 +288,11 @@ class Checkpointer:
         with self._failures():
             self._writer.wait()
         if self._sync is not None:
-            self._sync.start(self._timer.finished)
+            self._sync.start()
 
     def _wait_for_mirror(self) -> None:
-        if self._sync is not None and (warning := self._sync.wait()):
-            self._log(warning)
+        if self._sync is not None:
+            self._sync.wait()
         if warning := self._timer.warning():
             self._log(warning)
 
@@ -325,9 +312,7 @@ class Checkpointer:
             first = step if self._base is None else min(step, self._base + 1)
             for newer in [s for s in self.steps() if s >= first]:
                 target = self._set_aside(newer, ABANDONED)
-                self._log(
-                    f"checkpoint {newer} lies ahead of this run and was set aside as {target}"
-                )
+                self._log(f"checkpoint {newer}, ahead of this run, was set aside as {target}")
         # No process may write a step before process 0 has moved the old one away.
         processes.barrier("maxpipe_abandon")
 
@@ -341,62 +326,49 @@ class Checkpointer:
     ) -> Restored[State]:
         # Nothing is renamed until a sound step has been read: the machine may be at fault.
         damage: dict[int, str] = {}
-        had_replicas = self._replicas is not None and bool(self._replicas.steps)
         while (step := self._newest_below(min(damage, default=None))) is not None:
-            is_replica = self._replicas is not None and step in self._replicas.steps
-            read = self._read_replica if is_replica else self._read
-            try:
-                restored = read(step, abstract_state, optional)
-            except ReplicasDamaged:
-                continue  # dropped; the step may have a saved copy as well
-            except CheckpointDamaged as error:
-                damage[step] = str(error)
-                self._log(f"checkpoint {step} in {self._directory} is damaged: {error}")
-                continue
+            if self._replicas is not None and step in self._replicas.steps:
+                replica = self._replicas.of(step)
+                try:
+                    restored = read_step(replica, abstract_state, optional, self._convert_dtype)
+                except ReadError as error:
+                    self._replicas.drop(step)
+                    self._log(f"the replica of step {step} in memory is dropped: {error.reason}")
+                    continue  # the step may have a saved copy as well
+                source = f"replicas in memory; {self._safe_steps()}"
+                self._log(f"step {step} is restored from {source}")
+            else:
+                try:
+                    restored = self._read(step, abstract_state, optional)
+                except CheckpointDamaged as error:
+                    damage[step] = str(error)
+                    self._log(damage[step])
+                    continue
             if damage:
-                self._set_damaged_aside(list(damage), restored.step)
+                if jax.process_index() == 0:
+                    for damaged in damage:
+                        self._set_aside(damaged, DAMAGED)
+                # Otherwise another process could still list a step that is being renamed.
+                processes.barrier("maxpipe_damaged")
+                names = ", ".join(map(str, damage))
+                done = f"damaged and set aside as <step>.{DAMAGED}: {names}"
+                self._log(f"continuing from checkpoint {step}; {done}")
             return restored
         if not damage:
-            if had_replicas:
-                raise ReplicasDamaged("all replicas in memory are damaged, and no step is saved")
-            raise FileNotFoundError(f"no committed checkpoint in {self.place}")
-        reasons = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
-        raise CheckpointDamaged(
-            f"none of the checkpoints in {self.place} can be loaded:\n{reasons}\n"
-            "Put back a copy of that directory; to start from scratch delete it or choose another "
-            "run_name."
-        )
+            raise NoCheckpoint(f"there is no checkpoint in {self.place}, and no sound replica")
+        reasons = "\n  ".join(("none of its steps can be loaded:", *damage.values()))
+        remedy = "Put back a copy of that directory; to start from scratch delete it or choose"
+        raise CheckpointDamaged(self.place, f"{reasons}\n{remedy} another run_name.")
 
     def _read(self, step: int, abstract_state: State, optional: Collection[str]) -> Restored[State]:
-        directory = self._directory.of(step)
         read = functools.partial(
-            read_step, directory, abstract_state, optional, convert_dtype=self._convert_dtype
+            read_step, self._directory.of(step), abstract_state, optional, self._convert_dtype
         )
-        try:
-            # With a mirror, a damaged or lost step is fetched from it.
-            restored = self._sync.read(step, read, self._log) if self._sync else read()
-        except CheckpointUnreadable as error:
-            raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
+        # With a mirror, a damaged or lost step is fetched from it.
+        restored = self._sync.read(step, read) if self._sync else read()
         if restored.converted:
-            self._log(
-                f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes "
-                "of this run (checkpoint.convert_dtype)"
-            )
-        return restored
-
-    def _read_replica(
-        self, step: int, abstract_state: State, optional: Collection[str]
-    ) -> Restored[State]:
-        """Read a replica; if any part of it is damaged, drop it and raise `ReplicasDamaged`."""
-        assert self._replicas is not None
-        directory = self._replicas.of(step)
-        try:
-            restored = read_step(directory, abstract_state, optional, self._convert_dtype)
-        except (CheckpointDamaged, CheckpointUnreadable) as error:
-            self._replicas.drop(step)
-            self._log(f"the replica of step {step} in memory cannot be used: {error}")
-            raise ReplicasDamaged(str(error)) from error
-        self._log(f"step {step} is restored from replicas in memory; {self._safe_steps()}")
+            reason = "converted to the dtypes of this run (checkpoint.convert_dtype)"
+            self._log(f"{restored.converted} arrays of checkpoint {step} were {reason}")
         return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
@@ -405,24 +377,6 @@ class Checkpointer:
         steps = [step for step in self.resumable() if limit is None or step < limit]
         step = processes.of_first_process(max(steps, default=-1))
         return step if step >= 0 else None
-
-    def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved with a sound record."""
-        with contextlib.suppress(CheckpointDamaged, CheckpointUnreadable):
-            return step in self.steps() and self.record(step, is_saved=True).step == step
-        return False
-
-    def _set_damaged_aside(self, damaged: list[int], sound: int) -> None:
-        if jax.process_index() == 0:
-            for step in damaged:
-                self._set_aside(step, DAMAGED)
-        # Otherwise another process could still list a step that is being renamed.
-        processes.barrier("maxpipe_damaged")
-        names = ", ".join(map(str, damaged))
-        self._log(
-            f"continuing from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: "
-            f"{names}"
-        )
 
     @contextlib.contextmanager
     def _failures(self, may_be_committed: bool = True) -> Iterator[None]:
@@ -435,25 +389,22 @@ class Checkpointer:
         except Exception as error:
             latest = self._latest
             if may_be_committed and latest in self._directory.steps():
-                self._log(
-                    f"checkpoint {latest} is saved, but older ones could not be deleted: {error}"
-                )
-                return
-            where = self._directory if latest is None else self._directory.of(latest)
+                problem = f"older ones could not be deleted: {error}"
+                return self._log(f"checkpoint {latest} is saved, but {problem}")
             self._latest = None  # so that the step may be tried again
             number, remedy = errno_of(error), ""
             reason = os.strerror(number) if number else brief(error)
             if number in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "; free space there, lower checkpoint.keep, or name another output_dir"
             raise CheckpointSaveError(
-                f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}{remedy}"
+                f"saving checkpoint {self._directory}/{latest} failed: {reason}; "
+                f"{self._safe_steps()}{remedy}"
             ) from error
 
     def _safe_steps(self) -> str:
-        steps = [str(step) for step in self.steps()]
-        if not steps:
-            return "no step is saved yet"
-        return f"safe: step{'s' if len(steps) > 1 else ''} {', '.join(steps)} in {self.place}"
+        steps = ", ".join(map(str, self.steps()))
+        kind = "steps" if "," in steps else "step"
+        return f"safe: {kind} {steps} in {self.place}" if steps else "no step is saved yet"
 
     def _log(self, message: str) -> None:
         if jax.process_index() == 0:

@@ -4,17 +4,15 @@ The objects of a step are below `<step>/`, named like its files on disk. An obje
 rename, so the commit is one small object next to them, `<step>.json`, with their names and sizes.
 It is written after all of them and deleted before them. Setting a step aside renames the commit to
 `<step>.damaged.json` or `<step>.abandoned.json`. While objects are being written or deleted, there
-is a `<step>.unfinished.json`; it distinguishes the remains of a killed process from another
-program's objects. Imports no JAX.
+is a `<step>.unfinished.json`, so that the remains of a killed process are deleted. Imports no JAX.
 """
 
 import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
@@ -44,24 +42,13 @@ FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
 
 
-@dataclass(frozen=True)
-class _Commit:
-    """Names and sizes of the objects of a step."""
-
-    files: dict[str, int]
-
-
 class Mirror(StepStore):
     """The `StepStore` of one run in an object store; one process at a time may write to it.
 
     The store is listed once, when the object is made; later changes by other programs go
-    unnoticed. Every method may raise the store's own errors.
-
-    Args:
-      url: URL of the steps, such as `s3://bucket/runs/base/checkpoints`.
-      store: the fsspec file system that the URL belongs to.
-      deadline_seconds: how long the store may be silent before `StoreSilent` is raised; 0 = for
-        ever.
+    unnoticed. Every method may raise the store's own errors, and `StoreSilent` once the store has
+    been silent for `deadline_seconds`; 0 = never. `url` is that of the steps, such as
+    `s3://bucket/runs/base/checkpoints`.
     """
 
     def __init__(
@@ -71,6 +58,7 @@ class Mirror(StepStore):
         deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds,
     ):
         self.url = url.rstrip("/")
+        self._run = self.url.rpartition("/")[0]
         self._store = store
         self._seconds = deadline_seconds
         self._deadline = Deadline(deadline_seconds)
@@ -82,57 +70,44 @@ class Mirror(StepStore):
 
     def lease_place(self) -> LeaseObjects:
         """Return where the lease of the run lies: next to the directory of its steps."""
-        return LeaseObjects(self.url.rpartition("/")[0], self._store, Deadline(self._seconds))
+        return LeaseObjects(self._run, self._store, Deadline(self._seconds))
 
     def entries(self) -> list[StepEntry]:
         # A step is unfinished only if nothing gives it another state: a process may be killed
         # between a commit and the deletion of the mark.
         matches = [match for name in self._names if (match := _STATE.fullmatch(name))]
-        entries = [StepEntry(int(match[1]), match[2] or COMMITTED, match[0]) for match in matches]
+        entries = [StepEntry(int(match[1]), match[0], match[2] or COMMITTED) for match in matches]
         finished = {entry.step for entry in entries if entry.state != UNFINISHED}
-        return sorted(
-            (e for e in entries if e.state != UNFINISHED or e.step not in finished),
-            key=lambda entry: (entry.step, entry.name),
-        )
-
-    def foreign(self) -> list[str]:
-        """Return names of steps that another program has written; they are never touched."""
-        ours = {str(entry.step) for entry in self.entries()}
-        names = [name for name in self._names if name.isdecimal() and name not in ours]
-        return sorted(names, key=int)
+        return sorted(e for e in entries if e.state != UNFINISHED or e.step not in finished)
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
         for entry in self.entries():
             try:
                 objects = self._find(self._path(str(entry.step)))
-                state = self._path(entry.name)
-                time = self._ask(self._store.modified, state)
+                time = self._ask(self._store.modified, self._path(entry.name))
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
             yield entry, sum(info["size"] for info in objects.values()), time.astimezone()
 
     def record(self, step: int) -> Record:
+        place = self._path(str(step))
         try:
-            data = self._ask(self._store.cat_file, self._path(str(step), ITEM, FILE))
+            data = self._ask(self._store.cat_file, f"{place}/{ITEM}/{FILE}")
         except FileNotFoundError as error:
-            raise CheckpointDamaged(f"record is missing: {error}") from error
-        return parse_step_record(data, str(step))
+            raise CheckpointDamaged(place, f"its record is missing: {error}") from error
+        return parse_step_record(data, place)
 
     def upload(self, step: int, directory: Path) -> None:
         """Copy the committed checkpoint in `directory`; it becomes visible when it is complete.
 
         Copies of the same step that were set aside are overwritten.
         """
-        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = [path for path in directory.rglob("*") if path.is_file()]
         sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-        earlier = [
-            entry.name
-            for entry in self.entries()
-            if entry.step == step and entry.state != UNFINISHED
-        ]
+        earlier = {entry.name for entry in self.entries() if entry.step == step}
         # 1. Mark the step as unfinished, and only then remove the state of an earlier copy.
-        self._write(f"{step}.{UNFINISHED}.json", {})
-        for name in earlier:
+        self._write(mark := f"{step}.{UNFINISHED}.json", {})
+        for name in earlier - {mark}:
             self._remove(name)
         # 2. Copy the files.
         sources = [str(directory / name) for name in sizes]
@@ -140,7 +115,7 @@ class Mirror(StepStore):
         self._names |= {str(step)}
         # 3. Commit, then remove the mark.
         self._write(f"{step}.json", {"files": sizes})
-        self._remove(f"{step}.{UNFINISHED}.json")
+        self._remove(mark)
 
     def download(self, step: int, directory: Path) -> None:
         """Copy a committed step to a new `directory`; only the sizes of its files are verified.
@@ -151,24 +126,26 @@ class Mirror(StepStore):
         """
         root = self._path(str(step))
         try:
-            sizes = self._committed_files(f"{step}.json")
+            commit = self._ask(self._store.cat_file, f"{root}.json")
+            sizes = parse_record(commit, dict[str, dict[str, int]])["files"]
             objects = self._find(root)
             for name, size in sizes.items():
-                if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
-                    raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
+                if ".." in name or objects.get(name, {}).get("size") != size:
+                    raise CheckpointDamaged(root, f"{name} is missing or has not {size} bytes")
             directory.mkdir(parents=True)
             sources = [f"{root}/{name}" for name in sizes]
             self._copy(self._store.get, sources, [str(directory / name) for name in sizes])
         except CheckpointDamaged:
             raise
+        except (FileNotFoundError, Damaged, LookupError) as error:
+            raise CheckpointDamaged(root, f"it cannot be fetched: {error}") from error
         # Every store has errors of its own; none of them means that the checkpoint is damaged.
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointUnreadable(f"{root} cannot be fetched: {reason}") from error
+            reason = f"it cannot be fetched: {type(error).__name__}: {error}"
+            raise CheckpointUnreadable(root, reason) from error
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
-        """Yield a temporary copy of a committed step; raises as `download`."""
         with scratch_directory() as scratch:
             self.download(step, scratch / str(step))
             yield scratch / str(step)
@@ -195,22 +172,17 @@ class Mirror(StepStore):
     def local_files(self, name: str) -> Iterator[list[Path]]:
         with scratch_directory() as scratch:
             try:
-                entries = self._ask(self._store.ls, self._in_run(name), detail=True)
+                entries = self._ask(self._store.ls, f"{self._run}/{name}", detail=True)
             except FileNotFoundError:
                 entries = []
             names = [entry["name"] for entry in entries if entry["type"] == "file"]
-            files = [scratch / source.rpartition("/")[2] for source in names]
             if names:
-                targets = [str(file) for file in files]
-                self._ask(self._store.get, names, targets)
-            yield files
+                self._ask(self._store.get, names, f"{scratch}/")
+            yield sorted(scratch.iterdir())
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a file of the run, such as `config.yml`, next to the directory of its steps."""
-        self._ask(self._store.pipe_file, self._in_run(name), content)
-
-    def _in_run(self, name: str) -> str:
-        return f"{self.url.rpartition('/')[0]}/{name}"
+        self._ask(self._store.pipe_file, f"{self._run}/{name}", content)
 
     def _list(self) -> frozenset[str]:
         try:
@@ -218,16 +190,6 @@ class Mirror(StepStore):
         except FileNotFoundError:
             return frozenset()
         return frozenset(path.rstrip("/").rpartition("/")[2] for path in paths)
-
-    def _committed_files(self, commit: str) -> dict[str, int]:
-        """Return names and sizes of the objects that a commit lists."""
-        try:
-            sizes = parse_record(self._ask(self._store.cat_file, self._path(commit)), _Commit).files
-        except (FileNotFoundError, Damaged) as error:
-            raise CheckpointDamaged(f"{commit} cannot be read: {error}") from error
-        if not all(map(_is_inside, sizes)):
-            raise CheckpointDamaged(f"{commit} names files outside of its step")
-        return sizes
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         data = json.dumps(content).encode()
@@ -247,20 +209,17 @@ class Mirror(StepStore):
         self._ask(transfer, sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
 
     def _find(self, root: str) -> dict[str, dict[str, int]]:
-        """Return path without protocol -> size and other facts of each object below a path."""
+        """Return name below a path -> size and other facts of each object."""
+        prefix = f"{root.partition('://')[2]}/"
         objects: dict[str, dict[str, int]] = self._ask(self._store.find, root, detail=True)
-        return objects
+        return {name.removeprefix(prefix): facts for name, facts in objects.items()}
 
     def _path(self, *names: str) -> str:
         return "/".join((self.url, *names))
 
 
 def open_mirror(config: Config) -> Mirror | None:
-    """Return the mirror at the URL in `checkpoint.mirror`, or None if it is empty.
-
-    Raises:
-      ConfigError: the store cannot be read; names the key and where credentials come from.
-    """
+    """Return the mirror at `checkpoint.mirror`, or None if it is empty; raises as `open_url`."""
     if not config.checkpoint.mirror:
         return None
     url = f"{config.checkpoint.mirror.rstrip('/')}/{config.run_name}/{CHECKPOINTS}"
@@ -270,11 +229,10 @@ def open_mirror(config: Config) -> Mirror | None:
 def open_url(
     url: str, key: str, deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds
 ) -> Mirror:
-    """Return the mirror at a URL that was given as `key`; raises as `open_mirror`."""
+    """Return the mirror at a URL that was given as `key`.
+
+    Raises:
+      ConfigError: the store cannot be read; names the key and where credentials come from.
+    """
     with explained(url, key):
         return Mirror(url, open_store(url, key), deadline_seconds)
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return ".." not in path.parts and not path.is_absolute()

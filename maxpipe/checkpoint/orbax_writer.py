@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.arrays import Array
@@ -17,7 +16,6 @@ from maxpipe.checkpoint.record import ITEM as RECORD
 from maxpipe.devices import processes
 
 _POLL_SECONDS = 0.02
-_FROM_A_THREAD = "call_soon_threadsafe"  # asyncio's method, which C++ calls with every result
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -56,10 +54,7 @@ class OrbaxWriter:
         return is_saving and self._error is None
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
-        """Copy the arrays to host memory and start saving; may raise any Orbax error.
-
-        `record` is from `Record.to_json`.
-        """
+        """Copy the arrays to host memory and start saving; may raise any Orbax error."""
         import orbax.checkpoint as ocp  # takes a second or more, which only a save should cost
 
         if self._manager is None:
@@ -103,9 +98,29 @@ class OrbaxWriter:
     def _make_manager(self) -> "ocp.CheckpointManager":
         import orbax.checkpoint as ocp
 
+        note_error = self._note_error
+
+        class Manager(ocp.CheckpointManager):
+            """Orbax's manager, but it reports errors at once and does not ask about preemption.
+
+            Orbax asks JAX's preemption service about the step being saved, also from the thread
+            that commits it, while the training loop asks about later steps. The service takes the
+            step of the latest question as the process's current one, so the processes would agree
+            on a step that has passed.
+            """
+
+            def _wait_for_checkpointers(self) -> None:
+                try:
+                    super()._wait_for_checkpointers()
+                except Exception as error:
+                    note_error(error)
+                    raise
+
+            def reached_preemption(self, step: int) -> bool:
+                return False
+
         leave_errors_to_the_caller()
-        return _manager_class()(
-            self._note_error,
+        return Manager(
             self._directory,
             item_handlers={
                 ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
@@ -131,58 +146,14 @@ def leave_errors_to_the_caller() -> None:
     logging.getLogger("absl").addFilter(
         lambda record: not (record.levelno == logging.ERROR and "orbax" in record.pathname)
     )
-    print_error = sys.excepthook
-    print_unraisable = sys.unraisablehook
 
-    def is_late(error: BaseException | None, trace: TracebackType | None) -> bool:
-        # Errors that C++ prints have no frame of this program, only one of asyncio.
-        is_of_asyncio = trace is not None and trace.tb_frame.f_code.co_name == _FROM_A_THREAD
-        return is_of_asyncio and str(error) == "Event loop is closed"
+    def unless_late(hook: Callable[..., object]) -> Callable[..., None]:
+        def report(*words: Any) -> None:
+            error = words[1] if len(words) > 1 else words[0].exc_value
+            if str(error) != "Event loop is closed":
+                hook(*words)
 
-    def print_unless_late(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not is_late(error, trace):
-            print_error(kind, error, trace)
+        return report
 
-    def print_unraisable_unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
-        if not is_late(unraisable.exc_value, unraisable.exc_traceback):
-            print_unraisable(unraisable)
-
-    sys.excepthook = print_unless_late
-    sys.unraisablehook = print_unraisable_unless_late
-
-
-@functools.cache
-def _manager_class() -> type["ocp.CheckpointManager"]:
-    import orbax.checkpoint as ocp
-
-    class Manager(ocp.CheckpointManager):
-        """Orbax's manager, but it reports errors at once and does not ask about preemption.
-
-        Orbax asks JAX's preemption service about the step being saved, also from the thread that
-        commits it, while the training loop asks about later steps. The service takes the step of
-        the latest question as the process's current one, so the processes would agree on a step
-        that has passed.
-        """
-
-        def __init__(
-            self,
-            on_error: Callable[[Exception], None],
-            directory: Path,
-            **settings: object,
-        ):
-            super().__init__(directory, **settings)
-            self._on_error = on_error
-
-        def _wait_for_checkpointers(self) -> None:
-            try:
-                super()._wait_for_checkpointers()
-            except Exception as error:
-                self._on_error(error)
-                raise
-
-        def reached_preemption(self, step: int) -> bool:
-            return False
-
-    return Manager
+    sys.excepthook = unless_late(sys.excepthook)
+    sys.unraisablehook = unless_late(sys.unraisablehook)

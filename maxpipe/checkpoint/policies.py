@@ -17,9 +17,9 @@ EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or nul
 
 
 class SaveTimer:
-    """Decides when a save is due, and compares the duration of saves with the grace period.
+    """Decides when a save is due: every `checkpoint.every` steps, and `checkpoint.every_minutes`
+    after the last one.
 
-    A save is due every `checkpoint.every` steps, and `checkpoint.every_minutes` after the last one.
     A save should take less than `checkpoint.grace_seconds`, because that is the time that a
     preempted run has for its last one.
     """
@@ -43,7 +43,6 @@ class SaveTimer:
         return is_late or (self._every > 0 and step % self._every == 0)
 
     def began(self) -> None:
-        """Note that a save begins now."""
         self._last_save = self._began = self._clock()
 
     def finished(self) -> None:
@@ -67,7 +66,7 @@ class SaveTimer:
 class Retention:
     """Decides which steps to keep, by `checkpoint.{keep,keep_every,keep_best}`.
 
-    This is a preservation policy for Orbax, which asks it when a save starts, with the new step
+    This is a `PreservationPolicy` for Orbax, which asks it when a save starts, with the new step
     among the others, and deletes the steps that it does not keep once the new one is committed.
     Steps set aside are not committed, so they neither count nor are deleted. `record_of` returns
     the record of a committed step; raises as `step_record`.
@@ -101,7 +100,6 @@ class Retention:
     def should_preserve(
         self, checkpoints: "Sequence[PolicyCheckpointInfo]", *, context: "PreservationContext"
     ) -> list[bool]:
-        """Return one answer for each checkpoint; this is Orbax's `PreservationPolicy`."""
         kept = self.kept([checkpoint.step for checkpoint in checkpoints])
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
@@ -118,6 +116,5 @@ class Retention:
 
 
 def _loss(meta: Mapping[str, object]) -> float:
-    """Return the evaluation loss, NaN if there is none."""
     loss = meta.get(EVAL_LOSS)
     return float(loss) if isinstance(loss, int | float) else math.nan

@@ -7,16 +7,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from maxpipe.checkpoint.errors import (
-    PASSING_ERRNOS,
-    CheckpointDamaged,
-    CheckpointUnreadable,
-    errno_of,
-)
-from maxpipe.storage.records import Damaged, parse_record, read_record, shaped
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable, reading_error
+from maxpipe.storage.records import Damaged, parse_record, shaped
 
 FORMAT = 1
 ITEM = "meta"  # name of the record's directory within a step's directory
@@ -27,12 +22,8 @@ PARAMS = "params"  # the part of a state that holds the model
 
 @dataclass(frozen=True)
 class Leaf:
-    """One saved array.
-
-    Attributes:
-      shape: global shape in the canonical layout.
-      dtype: NumPy name of the dtype, `bfloat16` included.
-      digest: 32-bit digest, see `maxpipe.checkpoint.digest`.
+    """One saved array: its global shape in the canonical layout, NumPy's name of its dtype
+    (`bfloat16` included), and its digest, see `maxpipe.checkpoint.digest`.
     """
 
     shape: tuple[int, ...]
@@ -45,17 +36,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything about a checkpoint except the values of its arrays.
+    """Everything about a checkpoint except the values of its arrays."""
 
-    Attributes:
-      step: training step after which it was taken.
-      meta: the caller's JSON: configuration, versions.
-      leaves: name -> description of every array, iterator state included.
-    """
-
-    step: int
-    meta: dict[str, Any]
-    leaves: dict[str, Leaf]
+    step: int  # after which it was taken
+    meta: dict[str, Any]  # the caller's JSON: configuration, versions
+    leaves: dict[str, Leaf]  # every array by its name, the data position included
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a checksum over everything else in it.
@@ -82,40 +67,29 @@ def step_record(step_directory: Path) -> Record:
       CheckpointUnreadable: it was written in a format that this version does not know, or this
         process cannot read it now: it has no permission, or the disk reports an error.
     """
-    file = record_file(step_directory)
     try:
-        content = read_record(file, dict[str, Any])
-    except Damaged as error:
-        kind = CheckpointUnreadable if errno_of(error) in PASSING_ERRNOS else CheckpointDamaged
-        raise kind(f"record cannot be read: {error}") from error
-    return _from_json(content, step_directory.name.partition(".")[0])
+        data = record_file(step_directory).read_bytes()
+    except OSError as error:
+        raise reading_error(step_directory, error) from error
+    return parse_step_record(data, step_directory)
 
 
-def parse_step_record(data: bytes, step: str) -> Record:
-    """Return the record of a step from the bytes of its file; raises as `step_record`."""
+def parse_step_record(data: bytes, place: Path | str) -> Record:
+    """Return the record of a step, at a path or URL, from its bytes; raises as `step_record`."""
     try:
-        return _from_json(parse_record(data, dict[str, Any]), step)
-    except Damaged as error:
-        raise CheckpointDamaged(f"record cannot be read: {error}") from error
-
-
-def _from_json(data: Mapping[str, Any], step: str) -> Record:
-    """Return the record of a step that `to_json` was called on; raises as `step_record`."""
-    content = dict(data)
-    if content.pop("checksum", None) != _checksum(content):
-        raise CheckpointDamaged("checksum of the record does not match")
-    if content.get("format") != FORMAT:
-        raise CheckpointUnreadable(
-            f"checkpoint format {content.get('format')} is not known to this version "
-            f"(knows {FORMAT}); read it with the version of maxpipe that wrote it, or a newer one"
-        )
-    try:
+        content = parse_record(data, dict[str, Any])
+        if content.pop("checksum", None) != _checksum(content):
+            raise CheckpointDamaged(place, "checksum of the record does not match")
+        if content.get("format") != FORMAT:
+            reason = f"format {content.get('format')} is not known to this version of maxpipe"
+            remedy = "read it with the version that wrote it, or a newer one"
+            raise CheckpointUnreadable(place, f"{reason} (knows {FORMAT}); {remedy}")
         parts = {name: content.get(name) for name in ("step", "meta", "leaves")}
         record = shaped(parts, Record)
     except Damaged as error:
-        raise CheckpointDamaged(f"record has not the form of one: {error}") from error
-    if str(record.step) != step:
-        raise CheckpointDamaged(f"record says step {record.step}")
+        raise reading_error(place, error) from error
+    if str(record.step) != PurePath(place).name.partition(".")[0]:
+        raise CheckpointDamaged(place, f"record says step {record.step}")
     return record
 
 

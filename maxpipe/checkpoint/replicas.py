@@ -8,10 +8,9 @@ process writes its own shards there, in the background, and no other process's:
     <memory>/partner/...        the supervisor's copy of `own` in another host's memory
     <memory>/copied             names of the steps of `own` that the partner's host has copied
 
-A replica is committed by one rename, and read like any checkpoint, so that its record and the
-digests of all its arrays are verified. Shards that a process did not write read as zeros: after a
-change of the mesh the digests do not match, and the run continues from the disk. A damaged replica
-is dropped; the run continues from the one before it, or from the disk.
+A replica is committed by one rename, and read and verified like any checkpoint. Shards that a
+process did not write read as zeros: after a change of the mesh the digests do not match, and the
+run continues from the disk.
 
 A step can be restored if every process has it. So the two newest replicas are kept: while some
 processes are still writing one, all of them have the previous one. The older of the two is removed
@@ -24,26 +23,25 @@ warning only: a run does not depend on replicas, but on its checkpoints on disk.
 import hashlib
 import json
 import math
-import os
 import platform
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
-from maxpipe.checkpoint.arrays import Array, Box, array_spec, box_of
+from maxpipe.checkpoint.arrays import Array, array_spec, box_of
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import COPIED, PARTNER, StepsDirectory, remove_step
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices import processes
 from maxpipe.devices.host_memory import free_memory
-from maxpipe.storage.records import Damaged, parse_record, read_record
+from maxpipe.storage.records import Damaged, read_record
 
 KEY = "checkpoint.replica_every"
 NO_SUPERVISOR = (
@@ -55,20 +53,18 @@ COPIES = 2  # the newest replicas, as files
 BUFFERS = 1  # in the process: the copy from which a replica is being written
 PARTNER_COPIES = 2  # of the previous process's replicas, if this one's supervisor copies them
 
-NO_ROOM = (
-    "enlarge /dev/shm (docker: --shm-size, Kubernetes: an emptyDir with medium: Memory), use more "
-    "hosts, or give 0"
+REMEDIES = (
+    "use more hosts, or give 0; /dev/shm itself is enlarged by --shm-size in docker, in Kubernetes "
+    "by an emptyDir with medium: Memory"
 )
-
-NO_MEMORY = "use more hosts, or give 0"
 
 
 class Replicas:
     """Writes and finds the replicas of one run in the memory of this process's host.
 
     All processes make the object and the same calls together. `steps` has the steps whose replicas
-    every process had at the start, without those dropped since; `warning` says if some processes
-    had others. `is_behind` says that a partner of some process lacks the newest replica.
+    every process had at the start, without those dropped since. `is_behind` says that a partner of
+    some process lacks the newest replica.
 
     Args:
       memory: the directory `own` within the supervisor's directory; outlives this process.
@@ -86,21 +82,13 @@ class Replicas:
         self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        steps = self._directory.steps()
-        self.steps = _in_every_process(steps)
-        self.warning = ""
-        if not processes.agree(steps == self.steps):
-            common = ", ".join(map(str, self.steps))
-            has = f"all have {common}" if common else "there is none that all have"
-            self.warning = f"replicas in memory that not every process has were removed; {has}"
+        self.steps = _in_every_process(self._directory.steps())
         self._discard_except(self.steps)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
-        """Return whether to write a replica after this step."""
         return step % self._every == 0
 
     def of(self, step: int) -> Path:
-        """Return the directory of a step."""
         return self._directory.of(step)
 
     def drop(self, *steps: int) -> None:
@@ -116,7 +104,10 @@ class Replicas:
         if not processes.agree(failure is None):
             assert self._started is not None
             remove_step(self.of(self._started))  # useless where it was written
-            return f"the last replica in memory could not be written: {_reason(failure)}"
+            name = f"process {processes.index()}: {type(failure).__name__}"
+            reasons = processes.of_all_on_first(f"{name}: {failure}" if failure else "")
+            reason = next(filter(None, reasons), "")  # process 0 reports it
+            return f"the last replica in memory could not be written: {reason}"
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
             # All have the newest one, so none will need the previous one.
@@ -128,16 +119,14 @@ class Replicas:
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
         """Start writing this process's shards of arrays that are not overwritten meanwhile.
 
-        `finish` must have been called before; `record` is from `Record.to_json`.
+        `finish` must have been called before.
         """
-        assert self._writer is None
         self._started = step
         words = (step, arrays, record)
         self._writer = threading.Thread(target=self._write, args=words, name="replica", daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written by this process."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -175,10 +164,7 @@ def _remove_except(names: set[str], directory: Path) -> None:
 
 
 def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
-    """Write this process's shards of arrays into a new directory, so that `arrays.load` reads them.
-
-    They are not compressed. Raises TensorStore's errors.
-    """
+    """Write this process's shards of arrays, uncompressed, so that `arrays.load` reads them."""
     import tensorstore as ts
 
     context = ts.Context()
@@ -197,33 +183,15 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
             codec=codec,
             context=context,
         ).result()
-        for box, shard in _shards(array):
+        whole = {box_of((), array.shape): array}  # a NumPy array, the same everywhere
+        if isinstance(array, jax.Array):
+            shards = array.addressable_shards
+            whole = {box_of(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
+        for box, shard in whole.items():
             part = tuple(slice(start, stop) for start, stop in box)
             pending.append(store[part].write(shard, can_reference_source_data_indefinitely=True))
     for write in pending:
         write.result()
-
-
-def _shards(array: Array) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yield this process's distinct parts of an array; a NumPy array is whole everywhere."""
-    if not isinstance(array, jax.Array):
-        yield box_of((), array.shape), array
-        return
-    shards = {box_of(shard.index, array.shape): shard for shard in array.addressable_shards}
-    for box, shard in shards.items():
-        yield box, np.asarray(shard.data)
-
-
-def _reason(failure: Exception | None) -> str:
-    """Return the error of the first process that failed; all processes call this.
-
-    The result is meaningful only in process 0, which reports it.
-    """
-    own = f"{type(failure).__name__}: {failure}" if failure else ""
-    reasons = processes.of_all_on_first(own)
-    if len(reasons) == 1:
-        return own
-    return next((f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason), own)
 
 
 def _in_every_process(steps: list[int]) -> list[int]:
@@ -235,25 +203,10 @@ def _in_every_process(steps: list[int]) -> list[int]:
     return [step for step in proposed if processes.agree(step in steps)]
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one process knows about the memory of its host, in bytes."""
-
-    host: str
-    shm_free: int  # in the file system of the replicas
-    memory_free: int  # for that file system or anything else
-    held: int  # by replicas that were there before this process began
-    files: int  # of this process's replicas and of the copies of its partner's
-    buffers: int  # of the copy from which a replica is being written
-
-
 def reserve(abstract_state: object, memory: Path, every: int) -> str:
     """Return a line on the memory that replicas take on each host; all processes call this.
 
-    Args:
-      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, as on disk.
-      memory: the directory `own` within the supervisor's directory.
-      every: `checkpoint.replica_every`.
+    `abstract_state` is as on disk, with shardings; `memory` and `every` are those of `Replicas`.
 
     Raises:
       ConfigError: a host has too little memory; raised in all processes.
@@ -265,67 +218,72 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
     if (memory.parent / COPIED).is_file():
         parts.append(memory.parent / PARTNER)
         files += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
+    free = (shutil.disk_usage(memory).free, free_memory())
     held = sum(map(_bytes_below, parts))
-    free = shutil.disk_usage(memory).free, free_memory()
     share = Share(platform.node(), *free, held, files, BUFFERS * own)
     return describe(_of_all_processes(share), every)
 
 
+class Share(NamedTuple):
+    """What one process knows about the memory of its host, in bytes."""
+
+    host: str
+    shm_free: int  # in the file system of the replicas
+    memory_free: int  # for that file system or anything else
+    held: int  # by replicas that were there before this process began
+    files: int  # of this process's replicas and of the copies of its partner's
+    buffers: int  # of the copy from which a replica is being written
+
+
 def describe(shares: Sequence[Share], every: int) -> str:
     """Return a line on the memory that hosts need and have; raise ConfigError if one lacks it."""
-    of_hosts: dict[str, list[Share]] = {}
-    for share in shares:
-        of_hosts.setdefault(share.host, []).append(share)
     amounts = []
-    for host, those in of_hosts.items():
-        files = sum(share.files for share in those)
-        total = files + sum(share.buffers for share in those)
-        held = sum(share.held for share in those)
-        # Measured at different times.
-        shm_room = min(share.shm_free for share in those) + held
-        room = min(share.memory_free for share in those) + held
-        for need, free, what, remedy in (
-            (files, shm_room, f"/dev/shm on {host}", NO_ROOM),
-            (total, room, f"the memory of {host}", NO_MEMORY),
+    for host in dict.fromkeys(share.host for share in shares):
+        # The free amounts were measured at different times.
+        _, shm_free, memory_free, held, files, buffers = zip(
+            *(share for share in shares if share.host == host), strict=True
+        )
+        need, room = sum(files) + sum(buffers), min(memory_free) + sum(held)
+        for what, needed, free in (
+            (f"/dev/shm on {host}", sum(files), min(shm_free) + sum(held)),
+            (f"the memory of {host}", need, room),
         ):
-            if need > free:
-                message = f"replicas take {need:,} bytes of {what}, of which {free:,} are free"
-                raise ConfigError(Problem(KEY, f"{message}: {remedy}"))
-        amounts.append((total, room))
-    total, room = max(amounts, key=lambda amount: amount[0])
-    reason = f"replicas take {total:,} bytes of the memory of each host"
+            if needed > free:
+                message = f"replicas take {needed:,} bytes of {what}, of which {free:,} are free"
+                raise ConfigError(Problem(KEY, f"{message}: {REMEDIES}"))
+        amounts.append((need, room))
+    need, room = max(amounts)
+    reason = f"replicas take {need:,} bytes of the memory of each host"
     return f"{KEY}={every}: {reason}, of which {room:,} are free"
 
 
 def _bytes_below(directory: Path) -> int:
     """Return the size of a directory's files; the supervisor may remove some meanwhile."""
     total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(place, name)).st_size
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
     return total
 
 
 def shard_bytes(abstract_state: object, process: int) -> int:
     """Return the size of a process's distinct shards of a state, in bytes."""
-    return sum(_leaf_bytes(leaf, process) for leaf in jax.tree.leaves(abstract_state))
-
-
-def _leaf_bytes(leaf: jax.ShapeDtypeStruct, process: int) -> int:
-    indices: Mapping[jax.Device, tuple[slice, ...]] = leaf.sharding.devices_indices_map(leaf.shape)
-    boxes = {
-        box_of(index, leaf.shape)
-        for device, index in indices.items()
-        if device.process_index == process
-    }
-    elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    return elements * np.dtype(leaf.dtype).itemsize
+    total = 0
+    for leaf in jax.tree.leaves(abstract_state):
+        indices = leaf.sharding.devices_indices_map(leaf.shape)
+        boxes = {
+            box_of(index, leaf.shape)
+            for device, index in indices.items()
+            if device.process_index == process
+        }
+        elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+        total += elements * np.dtype(leaf.dtype).itemsize
+    return total
 
 
 def _of_all_processes(share: Share) -> list[Share]:
     if processes.count() == 1:
         return [share]
     keys = [f"maxpipe/replicas/{index}" for index in range(processes.count())]
-    processes.post(keys[processes.index()], json.dumps(asdict(share)))
-    return [parse_record(processes.read(key), Share) for key in keys]
+    processes.post(keys[processes.index()], json.dumps(share))
+    return [Share(*json.loads(processes.read(key))) for key in keys]

@@ -8,7 +8,6 @@ from maxpipe.checkpoint.steps import CHECKPOINTS, StepsDirectory, StepStore
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import BLOCKS, ROUTERS
 from maxpipe.config.imports import add_import_flag
-from maxpipe.config.values import closest
 from maxpipe.storage.object_store import is_remote
 
 RUN_DIR = "RUN_DIR"  # the argument, for messages
@@ -40,46 +39,20 @@ def open_steps(run: str, key: str) -> StepStore:
     if is_remote(run):
         url = run.rstrip("/")
         return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
-    try:
-        inner, path = Path(run, CHECKPOINTS), Path(run)
-        if inner.is_dir():
-            return StepsDirectory(inner)
-        message = _misnamed(path)
-    except PermissionError:
-        raise
-    except OSError as error:  # such as a name that is too long
-        message = f"{run} cannot be read: {error.strerror}"
-    if message:
+    inner, path = Path(run, CHECKPOINTS), Path(run)
+    if inner.is_dir():
+        return StepsDirectory(inner)
+    if not path.is_dir():
+        message = f"there is no directory {path}; runs lie in output_dir/run_name"
+        raise ConfigError(Problem(key, message))
+    if path.parent.name == CHECKPOINTS and path.name.isdigit():
+        message = f"{path} is one checkpoint: name its run, {path.parents[1]}, and --step"
         raise ConfigError(Problem(key, message))
     return StepsDirectory(path)
 
 
-def _misnamed(path: Path) -> str:
-    """Return a message for a path that is not a run; "" if it may hold checkpoints."""
-
-    def runs_in(directory: Path) -> list[str]:
-        return sorted(steps.parent.name for steps in directory.glob(f"*/{CHECKPOINTS}/"))
-
-    if not path.is_dir():
-        guess = closest(path.name, runs_in(path.parent))
-        remedy = (
-            f"did you mean {path.parent / guess}?" if guess else "runs lie in output_dir/run_name"
-        )
-        return f"there is no directory {path}; {remedy}"
-    if path.parent.name == CHECKPOINTS and path.name.isdigit():
-        run = path.parent.parent
-        return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"
-    if runs := runs_in(path):
-        return f"{path} is a directory of runs: name one of them, such as {path / runs[0]}"
-    return ""
-
-
 def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:
-    """Return the store of the run on the command line and its steps to read, in ascending order.
-
-    Raises:
-      ConfigError: there is no such run, or it has no such steps.
-    """
+    """Return the store of the run on the command line and its steps; raises as `find_steps`."""
     store = open_steps(flags.run_dir, RUN_DIR)
     return store, find_steps(store, flags.step, flags.average)
 
@@ -93,12 +66,9 @@ def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
     last = find_step(store, step)
     steps = [saved for saved in store.steps() if saved <= last]
     if not 1 <= average <= len(steps):
-        message = (
-            f"expected 1 to {len(steps)}, since {store} holds the steps "
-            f"{', '.join(map(str, steps))} up to {last}; got {average}. checkpoint.keep says how "
-            "many a run keeps"
-        )
-        raise ConfigError(Problem("--average", message))
+        message = f"expected 1 to {len(steps)}, since {store} holds the steps {steps} up to {last}"
+        remedy = f"got {average}. checkpoint.keep says how many a run keeps"
+        raise ConfigError(Problem("--average", f"{message}; {remedy}"))
     return steps[-average:]
 
 
@@ -119,14 +89,11 @@ def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
 
 def check_variants(config: Config) -> None:
     """Raise ConfigError if the run's block or router is unknown: its module was not imported."""
-    model, remedy = config.model, "import the module that adds it, as training did: --import MODULE"
-    problems = [
-        Problem(key, f"the run has {name!r}, which is not known here; {remedy}")
-        for key, name, is_known in (
-            ("model.block", model.block, model.block in BLOCKS),
-            ("model.moe.router", model.moe.router, model.moe.router in ROUTERS),
-        )
-        if not is_known
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    for key, name, known in (
+        ("model.block", config.model.block, BLOCKS),
+        ("model.moe.router", config.model.moe.router, ROUTERS),
+    ):
+        if name not in known:
+            remedy = "import the module that adds it, as training did: --import MODULE"
+            message = f"the run has {name!r}, which is not known here; {remedy}"
+            raise ConfigError(Problem(key, message))

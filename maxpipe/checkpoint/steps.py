@@ -2,20 +2,29 @@
 
 Orbax writes into `120.orbax-checkpoint-tmp...` and commits by an atomic rename, so a name made of
 digits alone is a commit. A mirror (`maxpipe.checkpoint.mirror`) holds steps in an object store and
-has the same interface. Imports no JAX.
+has the same interface.
+
+`checkpoint.resume` chooses the step that a start continues from. The number of a step, or `never`,
+is obeyed once per job, not again in each of its attempts: a run that loses processes faster than it
+can get past its newest step would never end. So a start that obeys one marks all checkpoints that
+it writes, and a later attempt whose newest step has the mark continues from that step.
+
+Imports no JAX.
 """
 
-import itertools
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
+from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.record import Record, step_record
+from maxpipe.config.errors import ConfigError, Problem
 
 CHECKPOINTS = "checkpoints"  # name of the steps' directory within a run's directory
 
@@ -27,24 +36,28 @@ UNFINISHED = "unfinished"
 # Names in a supervisor's directory in memory: see `maxpipe.checkpoint.replicas`.
 OWN, PARTNER, COPIED = "own", "partner", "copied"
 
-_COMMITTED_NAME = re.compile(r"0|[1-9]\d*")
-_ASIDE_NAME = re.compile(rf"(\d+)\.({DAMAGED}|{ABANDONED})(-\d+)?")
-_UNFINISHED_NAME = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
+RESUME = "checkpoint.resume"
+AUTO = "auto"
+NEWEST = (AUTO, "must")  # values that take the newest step
+FOLLOWED = "followed"  # in a checkpoint's meta
+
+Job = tuple[str, int]  # name ("" without a job) and number of the attempt
+
+_STATES = {
+    COMMITTED: re.compile(r"(0|[1-9]\d*)"),
+    **{state: re.compile(rf"(\d+)\.{state}(-\d+)?") for state in (DAMAGED, ABANDONED)},
+    UNFINISHED: re.compile(r"(\d+)\.orbax-checkpoint-tmp.*"),
+}
 
 
 class StepEntry(NamedTuple):
-    """A step and its state."""
-
     step: int
+    name: str  # of the directory, or of the object that gives the step its state
     state: str  # `COMMITTED`, `DAMAGED`, `ABANDONED` or `UNFINISHED`
-    name: str  # of the directory, or of the object that gives the step this state
 
 
 class StepStore(ABC):
-    """A place that holds the steps of one run: a `StepsDirectory` or a `Mirror`.
-
-    `str(store)` is its path or URL.
-    """
+    """A place that holds the steps of one run; `str(store)` is its path or URL."""
 
     @abstractmethod
     def entries(self) -> list[StepEntry]:
@@ -66,7 +79,7 @@ class StepStore(ABC):
     def set_aside(self, step: int, state: str) -> str:
         """Rename a committed step, so that it is not restored, counted or deleted.
 
-        Returns the path or URL of the new name. Restoring the old name undoes this.
+        Returns the path or URL of the new name.
         """
 
     @abstractmethod
@@ -75,10 +88,7 @@ class StepStore(ABC):
 
     @abstractmethod
     def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
-        """Return a context with the files of a directory of the run, such as `tokenizer`.
-
-        The list is empty if there is no such directory.
-        """
+        """Return a context with the files, if any, of a directory of the run, as `tokenizer`."""
 
 
 class StepsDirectory(StepStore):
@@ -91,11 +101,15 @@ class StepsDirectory(StepStore):
         return str(self.path)
 
     def entries(self) -> list[StepEntry]:
-        names = []
-        if self.path.is_dir():
-            names = [path.name for path in self.path.iterdir() if path.is_dir()]
-        entries = [entry for name in names if (entry := _parse(name)) is not None]
-        return sorted(entries, key=lambda entry: (entry.step, entry.name))
+        paths = self.path.iterdir() if self.path.is_dir() else ()
+        names = [path.name for path in paths if path.is_dir()]
+        entries = (
+            StepEntry(int(match[1]), name, state)
+            for state, pattern in _STATES.items()
+            for name in names
+            if (match := pattern.fullmatch(name))
+        )
+        return sorted(entries)
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
         for entry in self.entries():
@@ -111,13 +125,9 @@ class StepsDirectory(StepStore):
         return step_record(self.of(step))
 
     def set_aside(self, step: int, state: str) -> str:
-        assert state in (DAMAGED, ABANDONED)
-        name = f"{step}.{state}"
-        for number in itertools.count(2):
-            if not (self.path / name).exists():
-                break
-            name = f"{step}.{state}-{number}"
-        return str(self.of(step).rename(self.path / name))
+        names = chain([""], (f"-{number}" for number in count(2)))
+        paths = (self.path / f"{step}.{state}{name}" for name in names)
+        return str(self.of(step).rename(next(path for path in paths if not path.exists())))
 
     def local_copy(self, step: int) -> AbstractContextManager[Path]:
         return nullcontext(self.of(step))
@@ -129,12 +139,10 @@ class StepsDirectory(StepStore):
         return nullcontext(sorted(path for path in paths if path.is_file()))
 
     def of(self, step: int) -> Path:
-        """Return the path of a committed step."""
         return step_path(self.path, step)
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Return the path of the committed checkpoint of `step`."""
     return directory / str(step)
 
 
@@ -152,11 +160,55 @@ def committed_steps(directory: Path) -> list[int]:
     return StepsDirectory(directory).steps()
 
 
-def _parse(name: str) -> StepEntry | None:
-    if _COMMITTED_NAME.fullmatch(name):
-        return StepEntry(int(name), COMMITTED, name)
-    if match := _ASIDE_NAME.fullmatch(name):
-        return StepEntry(int(match[1]), match[2], name)
-    if match := _UNFINISHED_NAME.fullmatch(name):
-        return StepEntry(int(match[1]), UNFINISHED, name)
+def step_to_resume(resume: str, steps: Sequence[int], place: str) -> int | None:
+    """Return the step to continue from, or None to start from initial values.
+
+    `auto` takes the newest of the committed steps if there is one, `must` requires one, and a
+    number takes exactly that step. `never` is refused while there are any: continuing would mix two
+    runs under one name, and deleting the steps because of one word would destroy work.
+
+    Raises:
+      ConfigError: `steps`, in `place`, do not allow it.
+    """
+    refusal = ""
+    if resume == "never" and steps:
+        refusal = "never, but there are committed steps; delete them or choose another run_name"
+    elif resume == "must" and not steps:
+        refusal = "must, but there is nothing to resume; check output_dir and run_name"
+    elif resume.isdecimal() and int(resume) not in steps:
+        refusal = f"step {int(resume)} does not exist"
+    if refusal:
+        existing = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(Problem(RESUME, f"{refusal} (committed steps in {place}: {existing})"))
+    return int(resume) if resume.isdecimal() else max(steps, default=None)
+
+
+def followed(resume: str, job: Job) -> dict[str, dict[str, str | int]]:
+    """Return the mark, if any: what a start adds to the meta of its checkpoints."""
+    name, attempt = job
+    if not name or resume in NEWEST:
+        return {}
+    return {FOLLOWED: {"resume": resume, "job": name, "attempt": attempt}}
+
+
+def step_since(
+    resume: str, job: Job, steps: Iterable[int], record_of: Callable[[int], Record]
+) -> int | None:
+    """Return the newest step if an earlier attempt of this job, with this `resume`, has written it.
+
+    Damaged records are skipped, as a restore would skip them. `steps` are those that the run could
+    continue from, in any order.
+
+    Raises:
+      CheckpointUnreadable: a record cannot be read here.
+    """
+    if not followed(resume, job):
+        return None
+    for step in sorted(steps, reverse=True):
+        try:
+            mark = record_of(step).meta.get(FOLLOWED, {})
+        except CheckpointDamaged:
+            continue
+        is_same = mark and (mark["resume"], mark["job"]) == (resume, job[0])
+        return step if is_same and mark["attempt"] < job[1] else None
     return None

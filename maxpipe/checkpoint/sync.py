@@ -22,29 +22,36 @@ Result = TypeVar("Result")
 class MirrorSync:
     """Keeps a mirror equal to a directory, one background update at a time, in process 0.
 
-    All processes see the same directory. No committed step may be deleted from it while an update
-    runs. `retention` decides which steps are kept, in either place.
+    No committed step may be deleted from the directory while an update runs. `retention` decides
+    which steps are kept, in either place. The update's thread calls `on_success` when the mirror
+    has all of them.
     """
 
-    def __init__(self, directory: StepsDirectory, mirror: Mirror, retention: Retention):
+    def __init__(
+        self,
+        directory: StepsDirectory,
+        mirror: Mirror,
+        retention: Retention,
+        on_success: Callable[[], None],
+        log: Callable[[str], None],
+    ):
         self._directory = directory
         self._mirror = mirror
         self._retention = retention
-        self._update: Future[str] | None = None
+        self._on_success = on_success
+        self._log = log
+        self._update: Future[None] | None = None
         self._attempted: int | None = None  # newest step of an update that has not succeeded
 
     @property
     def is_running(self) -> bool:
-        """Return whether an update is running."""
         return self._update is not None and not self._update.done()
 
-    def start(self, on_success: Callable[[], None]) -> None:
+    def start(self) -> None:
         """Start an update if the mirror lacks a kept step and the last update has not just failed.
 
-        `wait` must have been called after the previous update. The update's thread calls
-        `on_success` when the mirror has all kept steps.
+        `wait` must have been called after the previous update.
         """
-        assert self._update is None
         local = self._directory.steps()
         newest = max(local, default=None)
         if jax.process_index() != 0 or newest == self._attempted:
@@ -53,35 +60,30 @@ class MirrorSync:
         if self._retention.kept(local).issubset(self._mirror.steps()):
             return
         self._attempted = newest
-        self._update = in_background(partial(self._bring_up_to_date, on_success), "mirror")
+        self._update = in_background(self._bring_up_to_date, "mirror")
 
-    def wait(self) -> str:
-        """Wait for an update if one was started; return a warning or "".
+    def wait(self) -> None:
+        """Wait for an update if one was started.
 
         Raises:
           CheckpointSaveError: the update has failed; raised once.
         """
         update, self._update = self._update, None
         if update is None:
-            return ""
+            return
         try:
-            warning = update.result()
+            update.result()
         except Exception as error:
             raise CheckpointSaveError(
                 f"copying checkpoints to {self._mirror} failed: {type(error).__name__}: {error}; "
                 f"they are safe in {self._directory}"
             ) from error
         self._attempted = None
-        return warning
 
-    def read(self, step: int, read: Callable[[], Result], log: Callable[[str], None]) -> Result:
+    def read(self, step: int, read: Callable[[], Result]) -> Result:
         """Return `read()` of a step in the directory, fetched first if it is lost or damaged there.
 
-        Every process calls this.
-
-        Raises:
-          CheckpointDamaged: neither copy is sound.
-          CheckpointUnreadable: a copy that may be sound cannot be read here.
+        Every process calls this. Raises as `read`, and as `Mirror.download`.
         """
         is_local = processes.of_first_process(int(step in self._directory.steps()))
         is_mirrored = processes.of_first_process(int(step in self._mirror.steps()))
@@ -91,14 +93,10 @@ class MirrorSync:
             except CheckpointDamaged as error:
                 if not is_mirrored:
                     raise
-                log(f"checkpoint {step} in {self._directory} is damaged: {error}")
+                self._log(str(error))
         if is_mirrored:
-            log(f"fetching checkpoint {step} from {self._mirror}")
-            in_all(partial(self._fetch_in_first, step), "its copy")
-            if not processes.agree(self._directory.of(step).is_dir()):
-                raise CheckpointUnreadable(
-                    "only some processes see it: all of them have to share the file system"
-                )
+            self._log(f"fetching checkpoint {step} from {self._mirror}")
+            in_all(partial(self._fetch_in_first, step), f"{self._mirror}/{step}")
         return read()
 
     def _fetch_in_first(self, step: int) -> None:
@@ -114,19 +112,19 @@ class MirrorSync:
                 self._directory.set_aside(step, DAMAGED)
             scratch.rename(self._directory.of(step))
         except OSError as error:
-            message = f"its copy in {self._mirror} cannot be put into {self._directory}: {error}"
-            raise CheckpointUnreadable(message) from error
+            reason = f"its copy cannot be put into {self._directory}: {error}"
+            raise CheckpointUnreadable(f"{self._mirror}/{step}", reason) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _bring_up_to_date(self, on_success: Callable[[], None]) -> str:
-        """Upload kept steps, the newest first, then delete the others; return a warning or ""."""
+    def _bring_up_to_date(self) -> None:
+        """Upload kept steps, the newest first, then delete the others."""
         local = self._directory.steps()
         kept = self._retention.kept([*{*local, *self._mirror.steps()}])
         missing = kept.intersection(local).difference(self._mirror.steps())
         for step in sorted(missing, reverse=True):
             self._mirror.upload(step, self._directory.of(step))
-        on_success()
+        self._on_success()
         try:
             for entry in self._mirror.entries():
                 is_dropped = entry.state == COMMITTED and entry.step not in kept
@@ -134,5 +132,4 @@ class MirrorSync:
                     self._mirror.delete(entry.step)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            return f"older checkpoints in {self._mirror} could not be deleted: {reason}"
-        return ""
+            self._log(f"older checkpoints in {self._mirror} could not be deleted: {reason}")

@@ -197,7 +197,7 @@ class ModelPlace(Variant):
 MODEL_PLACES: dict[str, ModelPlace] = {
     "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
     "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
-    "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
+    "hub": ModelPlace("maxpipe.storage.model_folders:HubFolder", "org/name or org/name@REVISION"),
 }
 
 

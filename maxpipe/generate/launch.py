@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
@@ -37,7 +36,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
             prompt = read_prompt(flags.prompt, tokenizer, model.config)
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(not_read(store, steps, error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return NOT_LOADED
     draw: Draw = partial(model.answer if flags.chat else model.stream, options=flags.options)
     if flags.chat and flags.prompt is None:

@@ -32,7 +32,6 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm
 
-from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
@@ -212,7 +211,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         model.find_tokenizer()
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(not_read(store, steps, error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return NOT_LOADED
     try:
         results = lm_eval.simple_evaluate(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.average import naming_step
 from maxpipe.checkpoint.run_argument import check_variants, find_steps, open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
@@ -52,8 +51,7 @@ class Model:
         self._store = store
         self._steps = steps
         self.step = steps[-1]
-        with naming_step(self.step, len(steps)):
-            self._meta = store.record(self.step).meta
+        self._meta = store.record(self.step).meta
         self._named_tokenizer = tokenizer
         self.config = from_record(self._meta.get("config", {}))
         check_variants(self.config)

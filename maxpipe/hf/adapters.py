@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import ParameterReader
 from maxpipe.checkpoint.record import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, is_text_a_part

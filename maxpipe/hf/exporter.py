@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import ParameterReader
 from maxpipe.checkpoint.record import PARAMS, Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json

@@ -5,7 +5,6 @@ compressed files allow. Such files are copied once to `data.cache_dir` and read 
 """
 
 import bz2
-import errno
 import gzip
 import hashlib
 import io
@@ -15,10 +14,9 @@ import secrets
 import shutil
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -27,27 +25,19 @@ from maxpipe.config.catalog import PACKED
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
 from maxpipe.config.terminal import at_end
-from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
+from maxpipe.storage.object_store import explained, open_store
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from fsspec import AbstractFileSystem
+    from pyarrow import NativeFile
 
 _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
 _LIMIT = "data.cache_limit"
 _NAMES_SHOWN = 10  # of the files that are left out
 _SHARE_OF_FREE_SPACE = 0.9  # that copies may take without a limit
-_SCRATCH = "maxpipe-copy-"  # how the names of directories for unfinished copies begin
-_ABANDONED_SECONDS = 24 * 3600  # since the last change of one whose process must have been killed
 _PIECE = 1 << 20  # bytes of a file unpacked at a time
-_ZSTD_PIECE = 1 << 10  # bytes of a .zst file read at a time, which may become 32 MiB
-_ZSTD = (".zst", ".zstd")
-_OPENERS: dict[str, Callable[[str], io.BufferedIOBase]] = {
-    ".gz": gzip.GzipFile,
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-}
 READ_LIMIT = 1 << 16  # bytes read of a file for its digest
 _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
 
@@ -55,11 +45,8 @@ _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples 
 def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = True) -> None:
     """Replace the contents of a file; readers find either the old contents or the new.
 
-    Several processes may do so at the same time, even in containers with equal process ids. If it
-    is `durable`, this also holds after a crash of the machine, which needs a flush to disk.
-
-    Raises:
-      OSError: the file cannot be written; it holds the old contents.
+    Several processes may do so at the same time. If it is `durable`, this also holds after a crash
+    of the machine, which needs a flush to disk. Raises OSError.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -75,11 +62,7 @@ def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = Tru
 
 
 def sampled_digest(path: str, size: int) -> str:
-    """Return a digest of the first `size` bytes of a file, reading at most `READ_LIMIT` of them.
-
-    Raises:
-      OSError: the file cannot be read.
-    """
+    """Return a digest of the first `size` bytes of a file, reading at most `READ_LIMIT` of them."""
     digest = hashlib.blake2b(digest_size=8)
     pieces = [(0, size)]
     if size > READ_LIMIT:
@@ -112,57 +95,49 @@ def local_copy(
       origin: the file, as the user knows it.
       version: value that changes whenever the content does, such as size and time.
       suffix: ending of the copy's name.
-      cache_dir: `data.cache_dir`; `~/.cache/maxpipe` if empty.
+      cache_dir, limit: `data.cache_dir`, `data.cache_limit`.
       write: function that writes the copy; its OSErrors are taken for the cache's.
-      limit: `data.cache_limit`.
       size: least size of the copy in bytes, if that is known.
 
     Raises:
       ConfigError: the copy cannot be written to the cache, or takes more than the limit.
     """
     directory = cache_directory(cache_dir)
-    name = hashlib.sha256(
-        f"{origin}\0{version}\0{suffix}".encode("utf-8", "surrogateescape")
-    ).hexdigest()[:24]
-    target = directory / (name + suffix)
+    name = f"{origin}\0{version}\0{suffix}".encode("utf-8", "surrogateescape")
+    target = directory / (hashlib.sha256(name).hexdigest()[:24] + suffix)
     if target.is_file():
         return str(target)
     try:
         with scratch_directory(directory) as scratch:
-            room = _room(directory, limit)
+            room = int(shutil.disk_usage(directory).free * _SHARE_OF_FREE_SPACE)
+            if limit:
+                held = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+                room = limit - held
             may_take = f"which may take {_gibibytes(room)} more ({_LIMIT})"
             print(redacted(f"copying {origin} to {directory}, {may_take}"), file=sys.stderr)
             unfinished = scratch / f"unfinished{suffix}"
+            if size > room:
+                raise _Full(room)
             with io.BufferedWriter(_Bounded(unfinished, room)) as out:
-                if size > room:
-                    raise _Full
                 write(out)
             os.replace(unfinished, target)
-    except _Full:
-        message = (
-            f"the copy of {origin} takes more than the {_gibibytes(room)} left for {directory}; "
-            f"raise it, remove old copies there, or name another {_CACHE}"
-        )
-        raise ConfigError(Problem(_LIMIT, message)) from None
     except OSError as error:
         message = f"cannot keep a copy of {origin} in {directory}: {error.strerror or error}"
-        raise ConfigError(Problem(_CACHE, message)) from error
+        key = _LIMIT if isinstance(error, _Full) else _CACHE
+        raise ConfigError(Problem(key, message)) from error
     return str(target)
-
-
-def _room(directory: Path, limit: int) -> int:
-    """Return how many bytes the copies in a directory may still grow by."""
-    if not limit:
-        return int(shutil.disk_usage(directory).free * _SHARE_OF_FREE_SPACE)
-    return limit - sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
 
 
 def _gibibytes(count: int) -> str:
     return f"{max(count, 0) / (1 << 30):,.3g} GiB"
 
 
-class _Full(Exception):
+class _Full(OSError):
     """A copy takes more than there is room for."""
+
+    def __init__(self, room: int):
+        remedy = f"raise this limit, remove old copies, or name another {_CACHE}"
+        super().__init__(f"it takes more than the {_gibibytes(room)} that are left; {remedy}")
 
 
 class _Bounded(io.FileIO):
@@ -173,9 +148,8 @@ class _Bounded(io.FileIO):
         self._room = room
 
     def write(self, piece: "ReadableBuffer") -> int:
-        self._room -= memoryview(piece).nbytes
-        if self._room < 0:
-            raise _Full
+        if self.tell() + memoryview(piece).nbytes > self._room:
+            raise _Full(self._room)
         return super().write(piece)
 
 
@@ -183,32 +157,18 @@ class _Bounded(io.FileIO):
 def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
     """Yield a new directory for large files, removed at the end, also if a signal ends the process.
 
-    It lies in `parent`, made if need be, or where temporary files do. Those that killed processes
-    have left there are removed after a day.
+    It lies in `parent`, made if need be, or where temporary files do.
     """
-    parent = parent or Path(tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
-    for other in parent.glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # gone meanwhile, or another user's
-            changed = max(path.stat().st_mtime for path in (other, *other.rglob("*")))
-            if time.time() - changed > _ABANDONED_SECONDS:
-                shutil.rmtree(other)
-    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="maxpipe-copy-", dir=parent))
     with at_end(partial(shutil.rmtree, scratch, ignore_errors=True)):
         yield scratch
 
 
 def cache_directory(cache_dir: str) -> Path:
-    """Return the directory of `data.cache_dir`; `~/.cache/maxpipe` if it is empty.
-
-    Raises:
-      ConfigError: the user has no home directory.
-    """
-    try:
-        return Path(cache_dir or "~/.cache/maxpipe").expanduser()
-    except RuntimeError:
-        message = "this user has no home directory; name a directory for copies of files"
-        raise ConfigError(Problem(_CACHE, message)) from None
+    """Return the directory of `data.cache_dir`; `~/.cache/maxpipe` if it is empty."""
+    return Path(cache_dir or "~/.cache/maxpipe").expanduser()
 
 
 def version_of(path: str) -> tuple[int, int]:
@@ -254,8 +214,7 @@ def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> l
     if left_out:
         remedy = f"not {shown(suffixes)}; files named by a glob are read whatever they end in"
         _print_once(f"{place}: left out {_some(left_out, place)}: {remedy}")
-    doubles = [min(same, key=len) for same in chosen.values() if len(same) > 1]
-    if doubles:
+    if doubles := [min(same, key=len) for same in chosen.values() if len(same) > 1]:
         remedy = "all are read; keep one of each if they are copies"
         _print_once(f"{place}: {_some(doubles, place)} also with another ending: {remedy}")
     return [name for same in chosen.values() for name in same]
@@ -276,7 +235,6 @@ def _some(names: Sequence[str], place: str) -> str:
 
 @cache
 def _print_once(line: str) -> None:
-    """Print a line on stderr, once."""
     print(redacted(line), file=sys.stderr, flush=True)
 
 
@@ -291,7 +249,6 @@ def fetch(url: str, suffixes: Sequence[str], cache_dir: str, limit: int = 0) -> 
     Raises:
       ConfigError: no library speaks the protocol, or the store refuses access or does not answer.
     """
-    assert is_remote(url)
     protocol = url.partition("://")[0]
     with explained(url, _PATH):
         store = open_store(url, _PATH)
@@ -321,7 +278,6 @@ def list_remote(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
 
 
 def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the names of a URL's files, without the protocol."""
     if "*" in url or "?" in url or "[" in url:
         return [name for name in store.glob(url) if store.isfile(name)]
     if store.isfile(url):
@@ -331,14 +287,8 @@ def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]
 
 def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str, limit: int) -> str:
     def write(out: BinaryIO) -> None:
-        try:
+        with explained(url, _PATH):
             store.get_file(url, out.name)
-        except OSError as error:
-            # The cache is to blame for a full disk only; any other error is the store's, because
-            # the target is a new file in a new directory.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise unusable(url, error, _PATH) from error
 
     suffix = "".join(Path(url).suffixes[-2:])
     return local_copy(url, store.ukey(url), suffix, cache_dir, write, limit, store.size(url) or 0)
@@ -349,17 +299,30 @@ def unpacked(path: str, cache_dir: str, limit: int = 0) -> str:
 
     Raises:
       ConfigError: the file cannot be read or is damaged, its copy takes more than the limit, or
-        zstandard is not installed.
+        pyarrow, which reads zstd, is not installed.
     """
     if not path.lower().endswith(PACKED):
         return path
-    plain, ending = os.path.splitext(path)
-    pieces = _zstd_pieces(path) if ending.lower() in _ZSTD else _pieces(path)
+    suffix = Path(path).with_suffix("").suffix
+    pieces = _pieces(path)
+    return local_copy(
+        path, version_of(path), suffix, cache_dir, lambda out: out.writelines(pieces), limit
+    )
 
-    def write(out: BinaryIO) -> None:
-        out.writelines(pieces)
 
-    return local_copy(path, version_of(path), Path(plain).suffix, cache_dir, write, limit)
+def _open_zstd(path: str) -> "NativeFile":
+    with optional("pyarrow", "data", _PATH):
+        import pyarrow
+    return pyarrow.input_stream(path, compression="zstd")
+
+
+_OPENERS: dict[str, "Callable[[str], io.BufferedIOBase | NativeFile]"] = {
+    ".gz": gzip.GzipFile,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _open_zstd,
+    ".zstd": _open_zstd,
+}
 
 
 def _pieces(path: str) -> Iterator[bytes]:
@@ -368,29 +331,7 @@ def _pieces(path: str) -> Iterator[bytes]:
             while piece := packed.read(_PIECE):
                 yield piece
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _zstd_pieces(path: str) -> Iterator[bytes]:
-    with optional("zstandard", "data", _PATH):
-        import zstandard
-    frame = None
-    try:
-        with open(path, "rb") as packed:
-            while piece := packed.read(_ZSTD_PIECE):
-                # A file that was written in parts has several frames, one after the other.
-                while piece:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(piece)
-                    piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    except (OSError, zstandard.ZstdError) as error:
-        raise _damaged(path, str(error)) from error
-    if frame is not None:
-        raise _damaged(path, "it ends in the middle of a frame")
-
-
-def _damaged(path: str, reason: str) -> ConfigError:
-    return ConfigError(Problem(_PATH, f"{path} cannot be unpacked: {reason}"))
+        raise ConfigError(Problem(_PATH, f"{path} cannot be unpacked: {error}")) from error
 
 
 def files_in(directory: Path) -> dict[str, object]:

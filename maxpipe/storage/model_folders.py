@@ -1,19 +1,21 @@
-"""Read a model's files in a directory or an object store; see `maxpipe.config.model_places`.
+"""Read a model's files in a directory, an object store, or on Hugging Face's hub.
 
-Files of weights are read by byte ranges, so no file is in memory as a whole. Small files of object
-stores are copied to `data.cache_dir`.
+The classes implement `maxpipe.config.model_places.ModelFolder`. Files of weights are read by byte
+ranges, so no file is in memory as a whole. Small files of object stores are copied to
+`data.cache_dir`, those of the hub to its library's cache, which is used without a network, too.
+`HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own variables.
 """
 
-import errno
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import optional
 from maxpipe.storage.local_files import cache_directory, sampled_digest, scratch_directory
 from maxpipe.storage.object_store import explained, open_store
 
@@ -22,7 +24,25 @@ if TYPE_CHECKING:
 
 REQUEST = 4 << 20  # bytes
 REQUESTS_AT_ONCE = 8
-_MODEL = ("config.json", ".safetensors")  # ends of the names of the files that are the model
+CONFIG = "config.json"  # which every model has
+_MODEL = (CONFIG, ".safetensors")  # ends of the names of the files that are the model
+
+# By the names of the library's errors; a gated model is also one that is not found.
+_HUB_ERRORS = {
+    "LocalEntryNotFoundError": (
+        "is not in the cache of this machine, and the hub cannot be reached: download it where "
+        "there is a network, with `hf download {id}`, or unset HF_HUB_OFFLINE"
+    ),
+    "GatedRepoError": (
+        "is gated: accept its terms on its page of the hub, and give a token that may read it in "
+        "HF_TOKEN, or by `hf auth login`"
+    ),
+    "RepositoryNotFoundError": (
+        "is neither a directory here nor a public model of the hub: correct {id}, or, if it is "
+        "private, give a token that may read it in HF_TOKEN"
+    ),
+    "RevisionNotFoundError": "names a revision that {id} does not have",
+}
 
 
 class LocalFile:
@@ -64,7 +84,7 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         file = self._directory / name
         if not file.is_file():  # a pipe would never end
-            raise FileNotFoundError(errno.ENOENT, "is not a file", str(file))
+            raise FileNotFoundError(name)
         return file.read_bytes()
 
     def digest(self) -> str:
@@ -99,12 +119,10 @@ class StoreFile:
                 [self._url] * len(starts),
                 starts,
                 ends,
-                batch_size=REQUESTS_AT_ONCE,
                 on_error="raise",
+                batch_size=REQUESTS_AT_ONCE,
             )
             for first, end, piece in zip(starts, ends, pieces, strict=True):
-                if len(piece) != end - first:
-                    raise OSError(f"bytes {first} to {end} came as {len(piece)}")
                 value[first - start : end - start] = np.frombuffer(piece, np.uint8)
         return value
 
@@ -126,10 +144,9 @@ class StoreFolder:
     def open(self, names: Sequence[str]) -> list[StoreFile]:
         if absent := [name for name in names if name not in self._files]:
             raise FileNotFoundError(", ".join(absent))
-        sizes = {name: int(str(self._files[name]["size"])) for name in names}
         return [
-            StoreFile(f"{self._url}/{name}", size, self._store, self._key)
-            for name, size in sizes.items()
+            StoreFile(f"{self._url}/{name}", self._files[name]["size"], self._store, self._key)
+            for name in names
         ]
 
     def read(self, name: str) -> bytes:
@@ -151,14 +168,19 @@ class StoreFolder:
             return directory
         contents = {name: self.read(name) for name in present}
         try:
-            _write_directory(directory, contents)
+            with scratch_directory(directory.parent) as scratch:
+                (complete := scratch / "complete").mkdir()
+                for name, content in contents.items():
+                    (complete / name).write_bytes(content)
+                complete.rename(directory)
         except OSError as error:
-            message = f"cannot keep a copy of {self._url} in {directory.parent}: {error.strerror}"
-            raise ConfigError(Problem("data.cache_dir", message)) from error
+            if not directory.is_dir():  # which another process has written meanwhile
+                message = f"cannot keep a copy of {self._url} in {directory.parent}: {error}"
+                raise ConfigError(Problem("data.cache_dir", message)) from error
         return directory
 
     @cached_property
-    def _files(self) -> Mapping[str, Mapping[str, object]]:
+    def _files(self) -> Mapping[str, Mapping[str, Any]]:
         """Return name -> the store's facts about the file."""
         with explained(self._url, self._key):
             listed = self._store.ls(self._url, detail=True)
@@ -167,29 +189,71 @@ class StoreFolder:
         }
 
 
-def directory_digest(directory: Path, files: Sequence[Path]) -> str:
-    """Return a digest of files of a directory: names, sizes, and 64 KiB of each.
+class HubFolder:
+    """The `ModelFolder` of a model on the hub, whose files are downloaded on request.
+
+    `model` is `org/name`, or `org/name@REVISION` for a branch, tag or commit; `key` named it.
 
     Raises:
-      OSError: a file cannot be read.
+      ConfigError: the library is not installed.
     """
+
+    def __init__(self, model: str, key: str):
+        with optional("huggingface_hub", "hub", key):
+            import huggingface_hub
+            import huggingface_hub.errors
+        self._library = huggingface_hub
+        self._model = model
+        self._key = key
+        self._id, _, revision = model.partition("@")
+        self._revision = revision or None
+
+    def __str__(self) -> str:
+        return self._model
+
+    def names(self) -> list[str]:
+        # Folders are left out, since they may hold checkpoints of the model's training.
+        try:
+            names = self._library.list_repo_files(self._id, revision=self._revision)
+        except Exception:  # without a network; its type differs between versions
+            return self._local([CONFIG]).names()
+        return sorted(name for name in names if "/" not in name)
+
+    def open(self, names: Sequence[str]) -> list[LocalFile]:
+        return self._local(names).open(names)
+
+    def read(self, name: str) -> bytes:
+        return self._local([name]).read(name)
+
+    def digest(self) -> str:
+        return self.fetch([CONFIG], "").name  # the model's commit
+
+    def _local(self, names: Sequence[str]) -> LocalFolder:
+        return LocalFolder(self.fetch(names, ""))
+
+    def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
+        try:
+            return Path(
+                self._library.snapshot_download(
+                    self._id,
+                    revision=self._revision,
+                    allow_patterns=list(names),
+                    library_name="maxpipe",
+                )
+            )
+        except Exception as error:  # httpx and Xet have types of their own
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            unknown = f"cannot be read from the hub: {kinds[0]}: {error}"
+            reason = next((text for kind, text in _HUB_ERRORS.items() if kind in kinds), unknown)
+            message = f"{self._model} {reason.replace('{id}', self._id)}"
+            raise ConfigError(Problem(self._key, message)) from None
+
+
+def directory_digest(directory: Path, files: Sequence[Path]) -> str:
+    """Return a digest of files of a directory: names, sizes, and 64 KiB of each."""
     sized = [(str(file.relative_to(directory)), file, file.stat().st_size) for file in files]
     return _digest_of([(name, size, sampled_digest(str(f), size)) for name, f, size in sized])
 
 
 def _digest_of(facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
-
-
-def _write_directory(directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a directory that gets its name only when it is complete."""
-    with scratch_directory(directory.parent) as scratch:
-        complete = scratch / "complete"
-        complete.mkdir()
-        for name, content in contents.items():
-            (complete / name).write_bytes(content)
-        try:
-            complete.rename(directory)
-        except OSError:
-            if not directory.is_dir():  # which another process has written meanwhile
-                raise

@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
@@ -20,23 +20,17 @@ DEADLINE = "checkpoint.mirror_deadline_seconds"
 Answer = TypeVar("Answer")
 
 
-class Protocol(NamedTuple):
-    """What maxpipe knows about the stores of one URL protocol."""
-
-    library: str  # the fsspec library that speaks it; its extra is named like the protocol
-    options: Mapping[str, object]  # arguments for `fsspec.filesystem`
-    credentials: str  # where the library looks for them, in words
-
-
 _S3_TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
-PROTOCOLS = {
-    "s3": Protocol(
+# Protocol of a URL, which is also the name of the extra -> the fsspec library that speaks it, the
+# arguments for `fsspec.filesystem`, and where the library looks for credentials, in words.
+_PROTOCOLS: dict[str, tuple[str, dict[str, object], str]] = {
+    "s3": (
         "s3fs",
         {"config_kwargs": _S3_TIMEOUTS},
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE); "
         "AWS_ENDPOINT_URL for stores other than AWS",
     ),
-    "gs": Protocol(
+    "gs": (
         "gcsfs",
         {"token": "google_default"},
         "GOOGLE_APPLICATION_CREDENTIALS to the path of a key file",
@@ -91,7 +85,6 @@ class Deadline:
         return future.result()
 
     def progress(self) -> None:
-        """Note a sign of life."""
         self._last_sign = time.monotonic()
 
     def callback(self) -> "Callback":
@@ -111,29 +104,27 @@ class Deadline:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether the path begins with a protocol."""
     return "://" in path
 
 
 def open_store(url: str, key: str) -> "AbstractFileSystem":
     """Return the fsspec file system that a URL belongs to, without contacting the store.
 
-    Args:
-      url: URL in the store, such as `s3://bucket/corpus`.
-      key: the configuration key or argument that gave the URL, such as `data.path`.
-
     Raises:
       ConfigError: no library speaks the protocol, or it is not installed, or the URL holds
-        credentials.
+        credentials; under `key`, which gave the URL, such as `data.path`.
     """
-    protocol = _protocol_of(url)
-    if protocol not in PROTOCOLS:
-        known = ", ".join(f"{name}://" for name in PROTOCOLS)
+    protocol, _, place = url.partition("://")
+    if protocol not in _PROTOCOLS:
+        known = ", ".join(f"{name}://" for name in _PROTOCOLS)
         message = f"{url}: {protocol}:// is not supported; it may be {known}"
         raise ConfigError(Problem(key, message))
-    library, options, credentials = PROTOCOLS[protocol]
-    if _holds_credentials(url):
-        # The library would take them for a part of the bucket's name, and quote it in its error.
+    library, options, credentials = _PROTOCOLS[protocol]
+    # The library would take credentials for a part of the bucket's name, and quote it in its error.
+    # A password may hold a slash.
+    bucket = place.partition("/")[0]
+    has_colon = ":" in bucket and not bucket.startswith("arn:")
+    if "@" in bucket or (has_colon and "@" in place):
         message = f"{url}: a URL must not hold credentials; they come from {credentials}"
         raise ConfigError(Problem(key, message))
     with optional(library, protocol, key):
@@ -141,10 +132,7 @@ def open_store(url: str, key: str) -> "AbstractFileSystem":
 
         # Other programs change the store, so neither instances nor listings may be cached.
         return fsspec.filesystem(
-            protocol,
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            **options,
+            protocol, skip_instance_cache=True, use_listings_cache=False, **options
         )
 
 
@@ -152,12 +140,7 @@ def open_store(url: str, key: str) -> "AbstractFileSystem":
 def explained(url: str, key: str, action: str = "read") -> Iterator[None]:
     """Turn every error inside the context into a ConfigError that names credentials.
 
-    Args:
-      url, key: as for `open_store`.
-      action: what the context does with the URL, a past participle.
-
-    Raises:
-      ConfigError: the store refuses access, or does not answer.
+    The context does what `action`, a past participle, says with a URL that `key` gave.
     """
     try:
         yield
@@ -165,27 +148,8 @@ def explained(url: str, key: str, action: str = "read") -> Iterator[None]:
         raise
     # Every store has errors of its own, from the network's to "no such bucket".
     except Exception as error:
-        raise unusable(url, error, key, action) from error
-
-
-def unusable(url: str, error: Exception, key: str, action: str = "read") -> ConfigError:
-    """Return the ConfigError for an error of a store; arguments as for `explained`."""
-    credentials = PROTOCOLS[_protocol_of(url)].credentials
-    message = (
-        f"{url} cannot be {action}: {type(error).__name__}: {error}; "
-        f"credentials come from {credentials}"
-    )
-    return ConfigError(Problem(key, message))
-
-
-def _protocol_of(url: str) -> str:
-    return url.partition("://")[0]
-
-
-def _holds_credentials(url: str) -> bool:
-    """Return whether a URL has user:password@ before its bucket; a password may hold a slash."""
-    place = url.partition("://")[2]
-    bucket = place.partition("/")[0]
-    if "@" in bucket:
-        return True
-    return ":" in bucket and "@" in place and not bucket.startswith("arn:")
+        message = (
+            f"{url} cannot be {action}: {type(error).__name__}: {error}; "
+            f"credentials come from {_PROTOCOLS[url.partition('://')[0]][2]}"
+        )
+        raise ConfigError(Problem(key, message)) from error

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maxpipe.checkpoint.average import naming_step, not_read, open_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
+from maxpipe.checkpoint.reader import open_parameters
 from maxpipe.checkpoint.record import Record
 from maxpipe.checkpoint.run_argument import RUN_DIR, check_variants
 from maxpipe.checkpoint.steps import StepStore
@@ -40,8 +40,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     step = steps[-1]
     what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
     try:
-        with naming_step(step, len(steps)):
-            record = store.record(step)
+        record = store.record(step)
         config = from_record(record.meta["config"])
         check_variants(config)
         dtype = flags.dtype or config.model.param_dtype
@@ -81,7 +80,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     except OSError as error:
         raise ConfigError(Problem(RUN_DIR, f"cannot read files of {store}: {error}")) from None
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(not_read(store, steps, error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return NOT_READ
     print(f"{target}: {what} as {family.model_type}: {', '.join(names)}")
     if not any(name.startswith("tokenizer") for name in names):

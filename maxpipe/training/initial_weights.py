@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
-from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.reader import ParameterReader
 from maxpipe.checkpoint.record import PARAMS, record_file
 from maxpipe.checkpoint.run_argument import open_steps
 from maxpipe.config.catalog import WEIGHT_FORMATS
@@ -140,7 +140,7 @@ class RunWeights:
         try:
             self._reader = ParameterReader([self._directory])
         except (CheckpointDamaged, CheckpointUnreadable) as error:
-            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+            raise ConfigError(Problem(KEY, str(error))) from error
         if self._reader.record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):
             message = (
                 f"{config.init_from} has adapters (model.lora); python -m maxpipe.export "
@@ -171,7 +171,7 @@ class RunWeights:
         try:
             array = self._reader.read(".".join((PARAMS, *path)), like.sharding)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
-            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+            raise ConfigError(Problem(KEY, str(error))) from error
         advance(1.0)
         assert isinstance(array, jax.Array)
         return array.astype(like.dtype)

@@ -7,8 +7,13 @@ what needs no JAX, which takes seconds to import, so that a user learns of these
 from collections.abc import Callable
 from functools import partial
 
-from maxpipe.checkpoint.resume import AUTO, NEWEST, step_since, step_to_resume
-from maxpipe.checkpoint.steps import StepsDirectory
+from maxpipe.checkpoint.steps import (
+    AUTO,
+    NEWEST,
+    StepsDirectory,
+    step_since,
+    step_to_resume,
+)
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_shape
 from maxpipe.config.load import Loaded, derive_known, simulated_mesh_problems

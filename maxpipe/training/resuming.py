@@ -11,7 +11,7 @@ import numpy as np
 
 import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.resume import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
+from maxpipe.checkpoint.steps import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed
 from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
@@ -40,7 +40,7 @@ def followed_once(
 ) -> Config:
     """Let the run resume from its newest step if an earlier attempt has already gone back.
 
-    All processes call this; see `maxpipe.checkpoint.resume`.
+    All processes call this; see `maxpipe.checkpoint.steps`.
     """
     resume = config.checkpoint.resume
     if resume in NEWEST:

@@ -68,9 +68,6 @@ class RunDirectory:
         They belong to the configuration of their committed checkpoints, and to none while they have
         none. Either may lack checkpoints that the other has.
         """
-        if self._mirror is not None and (foreign := self._mirror.foreign()):
-            held = f"{self._mirror.url} holds {', '.join(foreign)} of another program"
-            raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
         steps = self._steps.steps()
         if (resume := self.config.checkpoint.resume).isdecimal():
             steps = [step for step in steps if step == int(resume)]

@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, ReplicasDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, NoCheckpoint
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replicas import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replicas import NO_SUPERVISOR, Replicas, reserve
-from maxpipe.checkpoint.resume import NEWEST, followed
+from maxpipe.checkpoint.steps import NEWEST, followed
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change, differing_keys, shape_refusals
@@ -279,7 +279,7 @@ def start_session(
             restored, changed = _restore(
                 trainer, directory, checkpointer, resume_step, fingerprint, supervision
             )
-        except ReplicasDamaged as error:
+        except NoCheckpoint as error:
             log(f"{error}, so the run starts again")
             loader.close()
             return start_session(mesh, trainer, directory, checkpointer, supervision)

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import reader
-from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
-from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
 SETTINGS = CheckpointConfig(every=10)
@@ -52,41 +50,19 @@ def truncate(step_directory):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(step_directory):
-    shutil.rmtree(step_directory)
-    step_directory.mkdir()
-
-
-def replace_by_garbage(step_directory):
-    empty(step_directory)
-    (step_directory / "meta").mkdir()
-    (step_directory / "meta" / "metadata").write_bytes(b"\x00garbage")
-
-
-def swap_arrays_of_the_other_step(step_directory):
-    shutil.rmtree(step_directory / "arrays")
-    shutil.copytree(step_directory.with_name("10") / "arrays", step_directory / "arrays")
-
-
-def rename_the_other_step(step_directory):
-    shutil.rmtree(step_directory)
-    shutil.copytree(step_directory.with_name("10"), step_directory)
+def take_from_the_other_step(step_directory, part):
+    shutil.rmtree(step_directory / part)
+    shutil.copytree(step_directory.with_name("10") / part, step_directory / part)
 
 
 DAMAGE = {
     "data file truncated": truncate,
     "data file deleted": lambda step: largest_file(step).unlink(),
-    "data file emptied": lambda step: largest_file(step).write_bytes(b""),
-    "bit flipped in the data": lambda step: flip_bit(
-        largest_file(step), 8 * largest_file(step).stat().st_size // 2
-    ),
-    "manifest deleted": lambda step: (step / "arrays" / "manifest.ocdbt").unlink(),
     "arrays deleted": lambda step: shutil.rmtree(step / "arrays"),
     "record deleted": lambda step: shutil.rmtree(step / "meta"),
-    "directory empty": empty,
-    "garbage": replace_by_garbage,
-    "arrays of another step": swap_arrays_of_the_other_step,
-    "copy of another step": rename_the_other_step,
+    "record is garbage": lambda step: record_file(step).write_bytes(b"\x00garbage"),
+    "arrays of another step": lambda step: take_from_the_other_step(step, "arrays"),
+    "copy of another step": lambda step: take_from_the_other_step(step, ""),
 }
 
 
@@ -101,19 +77,10 @@ def test_restore_damaged_newest_step_falls_back_and_sets_it_aside(
         samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
         assert checkpointer.steps() == [10], name
         assert (directory / "20.damaged").is_dir(), name
-        assert "checkpoint 20" in messages[0]
-        assert "is damaged" in messages[0]
+        assert messages[0].startswith(f"checkpoint {directory}/20 is damaged: ")
         assert "continuing from checkpoint 10" in messages[1]
         shutil.rmtree(directory)
     assert "".join(capfd.readouterr()) == "", "no traceback"
-
-
-def test_save_and_restore_go_on_after_damage(copied, checkpointer, samples):
-    truncate(copied / "20")
-    checkpointer.restore(samples.abstract(samples.state(10)))
-    samples.save(checkpointer, 20)
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert main(["verify", str(copied)]) == 0
 
 
 def test_steps_without_orbax_markers_are_restored(copied, checkpointer, messages, samples):
@@ -132,11 +99,6 @@ def test_save_after_kill_clears_uncommitted_directories(copied, checkpointer, me
     shutil.copytree(copied / "20", leftover)
     (copied / "notes.txt").write_text("not a checkpoint")
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert [entry.state for entry in StepsDirectory(copied).entries()] == [
-        "committed",
-        "committed",
-        "unfinished",
-    ]
     samples.save(checkpointer, 30)
     checkpointer.wait()
     assert not leftover.exists()
@@ -170,38 +132,40 @@ def test_restore_equal_bits_of_other_dtype_are_damage(checkpointer, directory, s
     checkpointer.save(10, {"a": numbers.view(np.int32)}, samples.iterator(1), {})
     checkpointer.save(20, {"a": numbers}, samples.iterator(1), {})
     checkpointer.wait()
-    swap_arrays_of_the_other_step(directory / "20")
+    take_from_the_other_step(directory / "20", "arrays")
     with pytest.raises(CheckpointDamaged, match=r"a is int32\[6\], not float32\[6\]"):
         checkpointer.restore({"a": jax.ShapeDtypeStruct((6,), np.float32)}, step=20)
 
 
-def test_restore_two_damaged_steps_falls_back_twice(checkpointer, directory, messages, samples):
+def test_restore_two_damaged_steps_falls_back_twice_and_the_run_goes_on(
+    checkpointer, directory, messages, samples
+):
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.wait()
     truncate(directory / "30")
-    empty(directory / "20")
+    record_file(directory / "20").unlink()
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
     assert sorted(path.name for path in directory.iterdir()) == ["10", "20.damaged", "30.damaged"]
     assert len(messages) == 3
+    samples.save(checkpointer, 20)
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
 
 
-def test_restore_all_steps_damaged_raises_every_time(copied, checkpointer, samples):
+def test_restore_damaged_steps_that_nothing_replaces_raises_every_time(
+    copied, checkpointer, messages, samples
+):
     truncate(copied / "20")
-    (copied / "10" / "meta" / "metadata").write_text("{}")
-    for _ in range(2):
-        with pytest.raises(CheckpointDamaged, match="none of the checkpoints") as caught:
-            checkpointer.restore(samples.abstract(samples.state(10)))
-        assert "step 20: arrays cannot be read" in str(caught.value)
-        assert "step 10: checksum of the record does not match" in str(caught.value)
-        assert checkpointer.steps() == [10, 20]
-
-
-def test_restore_damaged_step_by_number_raises(copied, checkpointer, messages, samples):
-    truncate(copied / "20")
-    with pytest.raises(CheckpointDamaged, match="checkpoints/20: arrays cannot be read"):
-        checkpointer.restore(samples.abstract(samples.state(20)), step=20)
-    assert checkpointer.steps() == [10, 20]
+    target = samples.abstract(samples.state(10))
+    with pytest.raises(CheckpointDamaged, match=r"checkpoints/20 is damaged: ValueError"):
+        checkpointer.restore(target, step=20)
     assert messages == []
+    record_file(copied / "10").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(CheckpointDamaged, match="none of its steps can be loaded") as caught:
+            checkpointer.restore(target)
+        assert f"checkpoint {copied}/20 is damaged: ValueError" in str(caught.value)
+        assert f"{copied}/10 is damaged: checksum of the record does not match" in str(caught.value)
+        assert checkpointer.steps() == [10, 20]
 
 
 def test_restore_local_error_raises_unreadable_and_renames_nothing(
@@ -228,18 +192,5 @@ def test_restore_local_error_raises_unreadable_and_renames_nothing(
 def test_read_arrays_larger_than_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.arrays.BYTES_IN_FLIGHT", 64)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert set(reader.verify_step(copied / "20").leaves) > {
-        "iterator",
-        "params.weight",
-        "moments.0",
-        "key",
-    }
-
-
-def test_restore_disk_that_reports_an_error_sets_nothing_aside(copied, samples):
-    path = record_file(copied / "20")
-    path.unlink()
-    path.symlink_to("/proc/self/mem")  # whose first bytes cannot be read: EIO
-    with pytest.raises(CheckpointUnreadable, match="Input/output error"):
-        Checkpointer(copied, SETTINGS).restore(samples.abstract(samples.state(10)))
-    assert StepsDirectory(copied).steps() == [10, 20]
+    names = set(reader.verify_step(copied / "20").leaves)
+    assert names > {"iterator", "params.weight", "moments.0", "key"}

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import CompositeCheckpointHandler
 
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointSaveError,
+    NoCheckpoint,
     StateNotFinite,
 )
 from maxpipe.checkpoint.manager import Checkpointer
@@ -100,18 +102,6 @@ def test_due_every_minutes_counts_from_last_save(directory, samples):
     checkpointer.close()
 
 
-def test_save_keep_1_keeps_previous_step_until_commit(directory, samples, monkeypatch):
-    checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
-    samples.save(checkpointer, 1)
-    checkpointer.wait()
-    release = hold_commits(monkeypatch)
-    samples.save(checkpointer, 2)
-    assert checkpointer.steps() == [1]
-    release.set()
-    checkpointer.close()
-    assert checkpointer.steps() == [2]
-
-
 def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch, messages):
     checkpointer = Checkpointer(directory, CheckpointConfig(keep=1), log=messages.append)
     samples.save(checkpointer, 1)
@@ -135,14 +125,19 @@ def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch
     assert checkpointer.steps() == [4]
 
 
-def test_save_and_the_steps_after_it_do_not_wait_for_the_commit(checkpointer, samples, monkeypatch):
-    release = hold_commits(monkeypatch)
-    samples.save(checkpointer, 10)  # returns although nothing can be committed
-    Deadline(20).wait(lambda: [checkpointer.due(step) for step in (10, 11)])
-    assert checkpointer.steps() == []
-    release.set()
+def test_save_does_not_wait_for_the_commit_before_which_the_older_step_is_kept(
+    directory, samples, monkeypatch
+):
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=10, keep=1))
+    samples.save(checkpointer, 10)
     checkpointer.wait()
+    release = hold_commits(monkeypatch)
+    samples.save(checkpointer, 20)  # returns although nothing can be committed
+    Deadline(20).wait(lambda: [checkpointer.due(step) for step in (20, 21)])
     assert checkpointer.steps() == [10]
+    release.set()
+    checkpointer.close()
+    assert checkpointer.steps() == [20]
 
 
 @pytest.mark.parametrize("surfaces", ["step", "save", "wait", "close", "restore"])
@@ -151,10 +146,14 @@ def test_failed_save_raises_once_and_step_can_be_saved_again(
 ):
     samples.save(checkpointer, 10)
     checkpointer.wait()
-    break_commits(monkeypatch)
+
+    def fail():
+        raise OSError("no space left on device")
+
+    intercept_commits(monkeypatch, fail)
     samples.save(checkpointer, 20)
     action = {
-        "step": lambda: [checkpointer.due(step) for step in take_steps()],
+        "step": lambda: [time.sleep(0.01) or checkpointer.due(step) for step in range(21, 1000)],
         "save": lambda: samples.save(checkpointer, 30),
         "wait": checkpointer.wait,
         "close": checkpointer.close,
@@ -170,12 +169,20 @@ def test_failed_save_raises_once_and_step_can_be_saved_again(
 
 
 def test_save_after_going_back_abandons_every_step_after_the_restored_one(
-    checkpointer, directory, messages, samples
+    checkpointer, directory, messages, samples, monkeypatch
 ):
+    def refuse(*_):
+        raise PermissionError("not yours")
+
     samples.save(checkpointer, 10, 15, 20, 30)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(15)), step=15), 15)
     assert checkpointer.steps() == [15, 20, 30]
-    samples.save(checkpointer, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(StepsDirectory, "set_aside", refuse)
+        with pytest.raises(CheckpointSaveError, match="checkpoints/20 failed: Permission"):
+            samples.save(checkpointer, 20)
+    assert messages == []
+    samples.save(checkpointer, 20)  # once more
     checkpointer.wait()
     names = [entry.name for entry in StepsDirectory(directory).entries()]
     assert names == ["15", "20", "20.abandoned", "30.abandoned"]
@@ -203,39 +210,13 @@ def test_save_tells_that_steps_are_set_aside_once_before_it_writes_and_not_if_it
     assert checkpointer.steps() == [10, 20, 30]
 
 
-def test_save_failed_set_aside_raises_and_can_be_repeated(
-    checkpointer, directory, messages, samples, monkeypatch
-):
-    def refuse(*_):
-        raise PermissionError("not yours")
-
-    samples.save(checkpointer, 10, 20)
-    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
-    monkeypatch.setattr("maxpipe.checkpoint.steps.StepsDirectory.set_aside", refuse)
-    with pytest.raises(
-        CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"
-    ):
-        samples.save(checkpointer, 20)
-    assert messages == []
-    monkeypatch.undo()
-    samples.save(checkpointer, 20)
-    checkpointer.wait()
-    names = [entry.name for entry in StepsDirectory(directory).entries()]
-    assert names == ["10", "20", "20.abandoned"]
-
-
 def test_restore_without_steps_raises(checkpointer, samples):
-    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+    with pytest.raises(NoCheckpoint, match="there is no checkpoint in"):
         checkpointer.restore(samples.abstract(samples.state(1)))
-    with pytest.raises(CheckpointDamaged, match="checkpoints/5: record cannot be read"):
+    with pytest.raises(CheckpointDamaged, match="checkpoints/5 is damaged: FileNotFoundError"):
         checkpointer.restore(samples.abstract(samples.state(1)), step=5)
-
-
-def test_save_leaf_that_is_no_array_of_numbers_raises(checkpointer, samples):
     with pytest.raises(TypeError, match=r"opt.count is a int"):
         checkpointer.save(10, {"opt": {"count": 3}}, samples.iterator(1), {})
-    with pytest.raises(TypeError, match=r"key is a typed PRNG key; save jax.random.key_data"):
-        checkpointer.save(10, {"key": jax.random.key(0)}, samples.iterator(1), {})
 
 
 def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer, messages, samples):
@@ -267,24 +248,8 @@ def hold_commits(monkeypatch):
     return release
 
 
-def take_steps():
-    """Yield steps for as long as a save may take."""
-    for step in range(21, 1000):
-        yield step
-        time.sleep(0.01)
-
-
-def break_commits(monkeypatch):
-    def fail():
-        raise OSError("no space left on device")
-
-    intercept_commits(monkeypatch, fail)
-
-
 def intercept_commits(monkeypatch, action):
     """Run `action` in every save, after the arrays are written and before the commit."""
-    from orbax.checkpoint import CompositeCheckpointHandler
-
     finalize = CompositeCheckpointHandler.finalize
 
     def intercepted(self, directory):

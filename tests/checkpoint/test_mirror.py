@@ -81,15 +81,7 @@ def test_upload_objects_are_named_like_files_and_commit_lists_sizes(
     assert commit == {"files": sizes}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        flip,
-        pytest.param(lambda content: content[:-1], marks=pytest.mark.grid),
-        lambda content: None,
-    ],
-    ids=["bit flipped", "truncated", "deleted"],
-)
+@pytest.mark.parametrize("change", [flip, lambda content: None], ids=["bit flipped", "deleted"])
 def test_restore_damaged_copy_falls_back_to_older_step(
     start, directory, messages, samples, objects, damage, change
 ):
@@ -100,7 +92,7 @@ def test_restore_damaged_copy_falls_back_to_older_step(
     damage(20, change)
     checkpointer = start()
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
-    assert any("20" in line and "is damaged" in line for line in messages)
+    assert any("20 is damaged" in line for line in messages)
     assert start().steps() == [10]
     assert "20.damaged.json" in objects()
     samples.save(checkpointer, 20)
@@ -118,23 +110,31 @@ def test_restore_damaged_directory_fetches_sound_copy(start, directory, messages
     shutil.rmtree(directory / "20" / "arrays")
     samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
     assert names(directory) == ["10", "20", "20.damaged"]
-    assert ["is damaged" in messages[0], messages[1].startswith("fetching checkpoint 20")] == [
-        True,
-        True,
-    ]
+    assert "is damaged" in messages[0]
+    assert messages[1].startswith("fetching checkpoint 20")
 
 
-def test_restore_all_damaged_raises_and_renames_nothing(start, directory, samples, damage, objects):
+def test_restore_all_damaged_or_out_of_reach_raises_and_renames_nothing(
+    start, directory, samples, damage, objects, store, mirror_url, monkeypatch
+):
     checkpointer = start()
     samples.save(checkpointer, 10)
     checkpointer.close()
     shutil.rmtree(directory)
+    target = samples.abstract(samples.state(10))
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "get", fail)
+        match = "10 is unreadable here: it cannot be fetched: ConnectionError: the store is gone"
+        with pytest.raises(CheckpointUnreadable, match=match):
+            start().restore(target)
     damage(10, lambda content: content[:-1])
-    with pytest.raises(
-        CheckpointDamaged,
-        match=r"none of the checkpoints in .* and memory://(.|\n)*is missing or has not",
-    ):
-        start().restore(samples.abstract(samples.state(10)))
+    match = r"and memory://.* none of its steps can be loaded(.|\n)*is missing or has not"
+    with pytest.raises(CheckpointDamaged, match=match):
+        start().restore(target)
+    for content in [b"[]", b'{"files": {"../../x": 1}}', b'{"files": {"/x": 1}}']:
+        store.pipe_file(f"{mirror_url}/10.json", content)
+        with pytest.raises(CheckpointDamaged, match=r"checkpoints/10 is damaged"):
+            start().restore(target)
     assert "10.json" in objects()
 
 
@@ -177,40 +177,20 @@ def fail(*_, **__):
     raise ConnectionError("the store is gone")
 
 
-@pytest.mark.parametrize(
-    "surfaces",
-    [
-        "step",
-        "close",
-        *(pytest.param(name, marks=pytest.mark.grid) for name in ("save", "wait", "restore")),
-    ],
-)
+@pytest.mark.parametrize("surfaces", ["step", "save", "close"])
 def test_failed_copy_raises_once(start, samples, monkeypatch, surfaces):
     checkpointer = start()
     monkeypatch.setattr(Mirror, "upload", fail)
     samples.save(checkpointer, 10)
     action = {
-        "step": lambda: [checkpointer.due(11) for _ in waiting()],
+        "step": lambda: [time.sleep(0.01) or checkpointer.due(11) for _ in range(1000)],
         "save": lambda: samples.save(checkpointer, 20),
-        "wait": checkpointer.wait,
         "close": checkpointer.close,
-        "restore": lambda: checkpointer.restore(samples.abstract(samples.state(10))),
     }[surfaces]
-    while surfaces == "restore" and checkpointer._writer.is_pending:
-        checkpointer.due(11)
-    with pytest.raises(
-        CheckpointSaveError,
-        match=r"copying checkpoints to memory://.* failed: ConnectionError: the store",
-    ):
+    match = r"copying checkpoints to memory://.* failed: ConnectionError: the store"
+    with pytest.raises(CheckpointSaveError, match=match):
         action()
     checkpointer.close()  # does not try the same again
-
-
-def waiting():
-    """Yield for as long as a copy may take."""
-    for _ in range(1000):
-        yield
-        time.sleep(0.01)
 
 
 def test_upload_cut_short_leaves_the_step_before_and_is_cleared(
@@ -292,27 +272,9 @@ def test_mirror_step_deleted_by_other_process_is_ignored(start, samples, monkeyp
     assert mirror_of(start()).steps() == [20]
 
 
-def test_fetch_store_error_raises_unreadable_and_renames_nothing(
-    start, directory, samples, store, monkeypatch
-):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20)
-    checkpointer.close()
-    shutil.rmtree(directory)
-    monkeypatch.setattr(store, "get", fail)
-    with pytest.raises(
-        CheckpointUnreadable, match="cannot be fetched: ConnectionError: the store is gone"
-    ):
-        start().restore(samples.abstract(samples.state(20)))
-    assert start().steps() == [10, 20]
-
-
 def test_save_waits_for_previous_copy_but_due_does_not(start, samples, monkeypatch, messages):
-    checkpointer, release, upload = (
-        start(keep=1, grace_seconds=1e-9),
-        threading.Event(),
-        Mirror.upload,
-    )
+    checkpointer = start(keep=1, grace_seconds=1e-9)
+    release, upload = threading.Event(), Mirror.upload
 
     def slow(self, step, directory):
         assert release.wait(60)
@@ -352,61 +314,22 @@ def test_entries_committed_step_with_unfinished_mark_is_committed(
     assert {name.partition("/")[0] for name in objects() if "/" in name} == {"10", "20", "30"}
 
 
-@pytest.fixture
-def run_directory(start, tmp_path):
-    """Return a function that claims a run with step 20 in its directory and the mirror."""
-    config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
-    RunDirectory(config).claim()
-    (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
-    return lambda: RunDirectory(config, mirror_of(start())).claim()
-
-
-def test_claim_mirror_of_other_configuration_raises(start, samples, mirror_url, run_directory):
+def test_claim_mirror_of_other_configuration_raises(start, samples, mirror_url, tmp_path):
     checkpointer = start()
     checkpointer.save(10, samples.state(10), samples.iterator(10), {"config": {"seed": 1}})
     checkpointer.close()
-    with pytest.raises(
-        ConfigError, match=rf"seed: is 0, but the checkpoints in {mirror_url} were made with 1"
-    ):
-        run_directory()
+    config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
+    RunDirectory(config).claim()
+    (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
+    match = rf"seed: is 0, but the checkpoints in {mirror_url} were made with 1"
+    with pytest.raises(ConfigError, match=match):
+        RunDirectory(config, mirror_of(start())).claim()
 
 
-def test_claim_mirror_with_steps_of_other_program_raises(store, mirror_url, run_directory):
-    for step in (9, 10):
-        store.pipe_file(f"{mirror_url}/{step}/items/manifest.ocdbt", b"")
-    with pytest.raises(
-        ConfigError, match=rf"checkpoint.mirror: {mirror_url} holds 9, 10, which another program"
-    ):
-        run_directory()
-
-
-def test_download_invalid_commit_raises_damaged(start, tmp_path, store, mirror_url):
-    for content in [b"[]", b'{"files": {"../../x": 1}}', b'{"files": {"/x": 1}}']:
-        store.pipe_file(f"{mirror_url}/10.json", content)
-        with pytest.raises(CheckpointDamaged, match=r"10\.json"):
-            mirror_of(start()).download(10, tmp_path / "10")
-
-
-def test_save_mirror_that_stops_answering_ends_with_the_reason(start, samples):
+def test_save_mirror_that_stops_answering_ends_with_the_reason(start, samples, store, monkeypatch):
+    monkeypatch.setattr(store, "put", lambda *_, **__: threading.Event().wait())
     checkpointer = start(mirror_deadline_seconds=1)
-    mirror = mirror_of(checkpointer)
-    mirror._store = Silent(mirror._store)
     samples.save(checkpointer, 10)
-    with pytest.raises(
-        CheckpointSaveError,
-        match=r"not answered for 1 s \(checkpoint.mirror_dead.*they are safe in",
-    ):
+    match = r"not answered for 1 s \(checkpoint.mirror_dead.*they are safe in"
+    with pytest.raises(CheckpointSaveError, match=match):
         checkpointer.wait()
-
-
-class Silent:
-    """A store that accepts files and never says so."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    def put(self, *_, **__):
-        threading.Event().wait()

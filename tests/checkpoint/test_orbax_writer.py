@@ -13,52 +13,27 @@ from maxpipe.checkpoint.policies import Retention
 from maxpipe.config import CheckpointConfig
 
 
-@pytest.fixture
-def hooks(monkeypatch):
-    """Return a list of the errors that Python is left to print."""
+def test_results_after_the_event_loop_are_not_printed_and_other_errors_are(monkeypatch):
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     monkeypatch.setattr(sys, "unraisablehook", lambda args: printed.append(args.exc_value))
     monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
     leave_errors_to_the_caller.__wrapped__()
-    return printed
-
-
-def late_error():
-    """Return what asyncio raises for a result that comes after the event loop."""
     loop = asyncio.new_event_loop()
     loop.close()
-    with pytest.raises(RuntimeError, match="Event loop is closed") as caught:
+    with pytest.raises(RuntimeError) as late:
         loop.call_soon_threadsafe(print)
-    return caught.value
-
-
-def report(error, trace):
-    """Report an error in both ways that C++ has."""
-    sys.excepthook(type(error), error, trace)
-    sys.unraisablehook(SimpleNamespace(exc_value=error, exc_traceback=trace))
-
-
-def test_results_after_the_event_loop_are_not_printed(hooks):
-    error = late_error()
-    trace = error.__traceback__
-    while trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
-        trace = trace.tb_next
-    report(error, trace)
-    assert hooks == []
-
-
-def test_other_errors_are_printed(hooks):
-    error = late_error()
-    report(error, error.__traceback__)  # it has frames of the program
-    report(ValueError(), None)
-    assert [type(error) for error in hooks] == [RuntimeError, RuntimeError, ValueError, ValueError]
+    other = ValueError()
+    for error in (late.value, other):
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.unraisablehook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
+    assert printed == [other, other]
 
 
 class FailingManager:
     """Orbax's manager in one of two processes, which fails when it is asked for the third time."""
 
-    def __init__(self, on_error, directory, **settings):
+    def __init__(self, on_error):
         self.on_error = on_error
         self.times_asked = 0
 
@@ -79,8 +54,7 @@ class FailingManager:
 
 def test_wait_of_one_of_several_processes_raises_its_own_error_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_writer.processes, "count", lambda: 2)
-    monkeypatch.setattr(orbax_writer, "_manager_class", lambda: FailingManager)
-    monkeypatch.setattr(orbax_writer, "leave_errors_to_the_caller", lambda: None)
+    monkeypatch.setattr(OrbaxWriter, "_make_manager", lambda w: FailingManager(w._note_error))
     settings = CheckpointConfig()
     writer = OrbaxWriter(tmp_path, Retention(settings, lambda step: None), lambda: None)
     assert not writer.is_open

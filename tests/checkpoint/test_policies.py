@@ -76,7 +76,7 @@ def test_retention_damaged_record_is_never_best(save, directory):
 
 
 def test_retention_record_that_cannot_be_read_now_is_kept_and_judged_later():
-    passing = [CheckpointUnreadable("record cannot be read: [Errno 116] Stale file handle")]
+    passing = [CheckpointUnreadable("runs/a/10", "[Errno 116] Stale file handle")]
 
     def record_of(step):
         if step == 10 and passing:

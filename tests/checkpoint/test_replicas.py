@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import reader, replicas
-from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, NoCheckpoint
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.reader import verify_step
 from maxpipe.checkpoint.replicas import Replicas
@@ -98,7 +98,7 @@ def test_checkpointer_with_a_damaged_replica_reads_the_disk(
     again = start()
     samples.assert_restored(again.restore(samples.abstract(samples.state(15))), saved)
     assert messages == [
-        "the replica of step 15 in memory cannot be used: digest of params.weight does not match"
+        "the replica of step 15 in memory is dropped: digest of params.weight does not match"
     ]
     assert steps_in(memory) == []
     assert again.steps() == [saved], "the step on disk was set aside"
@@ -114,7 +114,7 @@ def test_checkpointer_with_damaged_replicas_reads_the_one_before_or_says_so(
     assert again.resumable() == [5]
     damage(memory, 5)
     again = start()
-    with pytest.raises(ReplicasDamaged, match="no step is saved"):
+    with pytest.raises(NoCheckpoint, match="and no sound replica"):
         again.restore(samples.abstract(samples.state(5)))
     assert again.resumable() == []
 
@@ -196,7 +196,7 @@ def test_replica_that_cannot_be_written_is_reported_and_the_one_before_stays(
     monkeypatch.setattr(replicas, "write_shards", write)
     replicate(checkpointer, 15)
     assert messages == [
-        "the last replica in memory could not be written: "
+        "the last replica in memory could not be written: process 0: "
         "OSError: [Errno 28] No space left on device"
     ]
     assert steps_in(memory) == ["15", "5"]
@@ -218,7 +218,7 @@ def test_replicas_of_two_histories_are_not_restored(
 ):
     replicate(start(), 5)
     monkeypatch.setattr(reader, "of_first_process", lambda value: value ^ 1)  # another's record
-    with pytest.raises(ReplicasDamaged, match="no step is saved"):
+    with pytest.raises(NoCheckpoint, match="and no sound replica"):
         start().restore(samples.abstract(samples.state(5)))
     assert any("the processes have records of different arrays" in text for text in messages)
     assert steps_in(memory) == []

@@ -7,7 +7,7 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import Record
 from maxpipe.checkpoint.replicas import Replicas
-from maxpipe.checkpoint.resume import followed, step_since, step_to_resume
+from maxpipe.checkpoint.steps import followed, step_since, step_to_resume
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.training.resuming import followed_once, step_to_continue
 
@@ -17,8 +17,8 @@ from maxpipe.training.resuming import followed_once, step_to_continue
     [
         *(("auto", [], None), ("never", [], None), ("auto", [10, 30, 20], 30)),
         *(("must", [10, 20], 20), ("10", [10, 20], 10), ("0", [0, 10], 0)),
-        ("must", [], "nothing to resume (committed steps in runs/a: none)"),
-        ("never", [10, 20], "committed steps in runs/a: 10, 20; delete them or choose another run"),
+        ("must", [], "nothing to resume; check output_dir and run_name"),
+        ("never", [10, 20], "delete them or choose another run"),
         ("15", [20, 10], "step 15 does not exist (committed steps in runs/a: 10, 20)"),
     ],
 )
@@ -33,7 +33,7 @@ def test_step_to_resume_is_the_one_asked_for_or_refused_with_the_steps(resume, s
     assert result in problem.message
 
 
-MARK, DAMAGED = followed("10", ("job", 1)), CheckpointDamaged("no record")
+MARK, DAMAGED = followed("10", ("job", 1)), CheckpointDamaged("runs/a/10", "no record")
 
 
 def since(metas, resume="10", job=("job", 2)):
@@ -65,7 +65,7 @@ def test_step_since_is_the_newest_one_if_an_earlier_attempt_has_written_it():
 
 def test_step_since_without_a_job_or_with_the_newest_step_reads_no_record():
     assert followed("auto", ("job", 2)) == followed("must", ("job", 2)) == {}
-    metas = {20: CheckpointUnreadable("no permission")}
+    metas = {20: CheckpointUnreadable("runs/a/20", "no permission")}
     assert since(metas, job=("", 0)) is None
     assert since(metas, resume="auto") is None
     with pytest.raises(CheckpointUnreadable):

@@ -18,12 +18,11 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(ADDRESS, num_processes=2, process_id=INDEX)
 
 import numpy as np  # noqa: E402
-import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from maxpipe.checkpoint import reader, replicas  # noqa: E402
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
+from maxpipe.checkpoint.errors import CheckpointDamaged  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
 from maxpipe.checkpoint.replicas import Replicas  # noqa: E402
@@ -134,10 +133,9 @@ def lose(directory):
 
 
 def go_on_from_the_mirror(url):
-    def start(directory=DIRECTORY):
-        return Checkpointer(
-            directory, CheckpointConfig(keep=2), mirror=open_url(url, "checkpoint.mirror")
-        )
+    def start():
+        mirror = open_url(url, "checkpoint.mirror")
+        return Checkpointer(DIRECTORY, CheckpointConfig(keep=2), mirror=mirror)
 
     checkpointer = start()
     for step in (1, 2, 3):
@@ -154,9 +152,6 @@ def go_on_from_the_mirror(url):
     Mirror.download = fail_for_the_newest(download)
     check(start().restore(TARGET), 3)
     Mirror.download = download
-    lose(DIRECTORY)
-    with pytest.raises(CheckpointUnreadable, match="have to share the file system"):
-        start(DIRECTORY if INDEX == 0 else DIRECTORY / "elsewhere").restore(TARGET)
     print("done")
 
 
@@ -242,19 +237,12 @@ def restore_what_both_have_in_memory(directory):
     again = start()
     assert again.resumable() == [1, 20, 25]
     check(again.restore(target), 1)
-    multihost_utils.sync_global_devices("dropped")
-    if INDEX == 0:
-        (own / "30").mkdir()
-    again = start()
     saved = f"safe: step 1 in {directory}"
-    removed = "replicas in memory that not every process has were removed; "
     said = [
         f"step 20 is restored from replicas in memory; {saved}",
-        f"{removed}all have 15",
         f"step 15 is restored from replicas in memory; {saved}",
-        "the replica of step 25 in memory cannot be used: ",
-        "the replica of step 20 in memory cannot be used: ",
-        f"{removed}there is none that all have",
+        "the replica of step 25 in memory is dropped: ",
+        "the replica of step 20 in memory is dropped: ",
     ]
     assert len(messages) == (len(said) if INDEX == 0 else 0), messages
     assert all(map(str.startswith, messages, said)), messages
@@ -264,7 +252,7 @@ def restore_what_both_have_in_memory(directory):
 def fail_for_the_newest(download):
     def failing(mirror, step, directory):
         if step == 4:
-            raise CheckpointDamaged("as if")
+            raise CheckpointDamaged("4", "as if")
         download(mirror, step, directory)
 
     return failing

@@ -20,8 +20,7 @@ from maxpipe.generate import model as generation_model
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders
-from maxpipe.storage.hub import HubFolder
-from maxpipe.storage.model_folders import LocalFolder, StoreFile
+from maxpipe.storage.model_folders import HubFolder, LocalFolder, StoreFile
 
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
 MODEL = "s3://models/tiny"
@@ -208,7 +207,7 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
         errors.RepositoryNotFoundError: ("is neither a directory here nor", "HF_TOKEN"),
         errors.RevisionNotFoundError: ("names a revision that tiny-org/tiny does not have",),
     }.items():
-        monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse(error))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse(error))
         message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
         assert all(word in message for word in words), message
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -230,7 +229,7 @@ def test_files_in_the_cache_are_listed_if_the_http_client_does_not_reach_the_hub
     assert names == sorted(file.name for file in hub.iterdir())
     with pytest.raises(ConfigError, match=r"init_from: .*other is not in the cache of this machi"):
         HubFolder("tiny-org/other", "init_from").names()
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     folder = HubFolder("tiny-org/tiny", "init_from")
     for read in (folder.names, folder.digest, lambda: folder.open(["x"]), lambda: folder.read("x")):
         with pytest.raises(ConfigError, match="from the hub: ConnectError: connection refused"):

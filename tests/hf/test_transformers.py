@@ -19,7 +19,7 @@ from helpers.hf_models import (
 )
 from helpers.hf_parameters import config_from, family_of, gradients_of
 
-from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import ParameterReader
 from maxpipe.config import replace
 from maxpipe.generate import __main__ as generate
 from maxpipe.hf.exporter import export

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import lzma
 import os
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from maxpipe.storage.local_files import (
     READ_LIMIT,
     local_copy,
     sampled_digest,
-    scratch_directory,
     unpacked,
     write_atomically,
 )
@@ -109,21 +107,6 @@ def test_local_copy_that_a_signal_ends_leaves_nothing(tmp_path):
     assert left == []
 
 
-def test_scratch_directory_removes_those_that_killed_processes_left_days_ago(tmp_path):
-    names = ("maxpipe-copy-old", "maxpipe-copy-live", "of_another_program")
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "unfinished").touch()
-    days_ago = time.time() - 2 * 24 * 3600
-    os.utime(tmp_path / names[0] / "unfinished", (days_ago, days_ago))
-    for name in names:  # a file that is being written is younger than its directory
-        os.utime(tmp_path / name, (days_ago, days_ago))
-    with scratch_directory(tmp_path) as scratch:
-        assert scratch.parent == tmp_path
-        assert {path.name for path in tmp_path.iterdir()} == {scratch.name, *names[1:]}
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
-
-
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".XZ"])
 def test_unpacked_stops_at_the_limit_in_little_memory(tmp_path, ending):
     path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
@@ -147,15 +130,11 @@ def test_unpacked_counts_the_copies_that_are_there(tmp_path):
     unpacked(str(tmp_path / "a.gz"), cache, 100)  # it is there already
 
 
-def test_unpacked_names_a_cache_that_cannot_be_used(tmp_path, monkeypatch):
+def test_unpacked_names_a_cache_that_cannot_be_used(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep a copy of "):
         unpacked(str(tmp_path / "a.gz"), str(tmp_path / "file" / "cache"))
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for a uid without an entry: KeyError
-    with pytest.raises(ConfigError, match=r"^data\.cache_dir: .* no home directory"):
-        unpacked(str(tmp_path / "a.gz"), "")
 
 
 def test_sampled_digest_reads_both_ends_of_a_large_file_and_at_most_the_limit(

@@ -60,13 +60,13 @@ def store(monkeypatch):
     return store
 
 
-UNREADABLE = CheckpointUnreadable("a newer version wrote it")
+UNREADABLE = CheckpointUnreadable("runs/a/4", "a newer version wrote it")
 
 
 @pytest.mark.parametrize(
     ("error", "ends_process", "raised", "printed"),
     [
-        (UNREADABLE, True, SystemExit, "error: a newer version wrote it\n"),
+        (UNREADABLE, True, SystemExit, f"error: {UNREADABLE}\n"),
         (UNREADABLE, False, CheckpointUnreadable, ""),  # a program's own
         (ValueError("unforeseen"), True, ValueError, ""),  # the command shows them
         (ConfigError(Problem("seed", "bad")), True, ConfigError, ""),

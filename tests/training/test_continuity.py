@@ -180,7 +180,7 @@ def test_finished_step_is_the_last_one_if_its_record_is_sound(config, monkeypatc
     assert "is saved, but damaged" in capsys.readouterr().out
 
     def refuse(step, **_):
-        raise CheckpointUnreadable("no permission")
+        raise CheckpointUnreadable("runs/a/4", "no permission")
 
     monkeypatch.setattr(checkpointer, "record", refuse)
     with pytest.raises(CheckpointUnreadable):
