@@ -37,9 +37,8 @@ CHARTS = {
 
 
 def page_html(runs: Sequence[Recorded]) -> str:
-    """Return the page."""
     title = f"{len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
-    lines = [{"colour": _colour(i), "dash": _dash(i)} for i in range(len(runs))]
+    lines = [{"colour": colour, "dash": dash} for colour, dash in map(_line, range(len(runs)))]
     curves = [run_data(run) | line for run, line in zip(runs, lines, strict=True)]
     # "</script>" in a name must not end the element.
     data = json.dumps(curves, allow_nan=False).replace("<", "\\u003c")
@@ -122,22 +121,19 @@ def _has(run: Recorded, metric: str) -> bool:
     return any(value is not None for value in run.steps[metric])
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _dash(number: int) -> tuple[int, ...]:
-    return DASHES[number // len(COLOURS) % len(DASHES)]
+def _line(number: int) -> tuple[str, tuple[int, ...]]:
+    dashes, colour = divmod(number, len(COLOURS))
+    return COLOURS[colour], DASHES[dashes % len(DASHES)]
 
 
 def _figures(runs: Sequence[Recorded]) -> str:
     rows = []
     for number, run in enumerate(runs):
         name, *others = map(escape, figures(run))
-        dash = " ".join(map(str, _dash(number)))
+        colour, dash = _line(number)
         swatch = (
-            f'<svg width="26" height="8"><path d="M1 4h24" stroke="{_colour(number)}" '
-            f'stroke-dasharray="{dash}"/></svg>'
+            f'<svg width="26" height="8"><path d="M1 4h24" stroke="{colour}" '
+            f'stroke-dasharray="{" ".join(map(str, dash))}"/></svg>'
         )
         button = f'<button type="button" data-run="{number}" aria-pressed="true">{swatch}{name}'
         rows.append([f"{button}</button>", *others])

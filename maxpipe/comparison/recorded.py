@@ -23,8 +23,6 @@ DEPTH = 3  # how far below a directory its runs are looked for
 # Columns of steps; all but the first are numbers or None.
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu")
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
-
 Number = float | None
 Settings = Mapping[str, object]
 
@@ -34,15 +32,13 @@ class Recorded:
     """What a run has recorded so far.
 
     Attributes:
-      name: name that distinguishes the run from the others read with it.
-      root: the run's directory.
       settings: full key -> value of the latest start; empty if its configuration is lost.
       derived: keys that the user did not set; None if an earlier version wrote the configuration.
       steps: a column for each of `COLUMNS`, one row for each finished step.
       evaluations: step -> loss, for evaluations with a finite loss.
-      bits_per_byte: the last evaluation's, None without one or if bytes are not known.
+      bits_per_byte: the last evaluation's.
       changes: (step, key, value before, value after) of every key changed midway.
-      seconds: phase -> seconds of all starts, the sum of the `goodput` rows.
+      seconds: phase -> seconds of all starts.
     """
 
     name: str
@@ -69,7 +65,6 @@ class Recorded:
 
     @property
     def last_is_finite(self) -> bool:
-        """Whether loss and gradients of the last step are finite."""
         return not self.steps["step"] or None not in (self.loss, self.steps["grad_norm"][-1])
 
     @property
@@ -78,7 +73,6 @@ class Recorded:
 
     @property
     def best_eval(self) -> tuple[int, float] | None:
-        """Step and loss of the best evaluation."""
         return min(self.evaluations.items(), key=lambda at: at[1], default=None)
 
     @property
@@ -88,19 +82,12 @@ class Recorded:
         return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
     def median(self, column: str) -> Number:
-        """Return the median of a column, so that compilation and evaluations count for little."""
         values = [value for value in self.steps[column] if value is not None]
         return statistics.median(values) if values else None
 
 
 def read_runs(words: Sequence[str]) -> list[Recorded]:
-    """Read the runs named by words, each a run's directory or one with runs below it.
-
-    Runs are named like their directories, with as much of the path as distinguishes them.
-
-    Raises:
-      ConfigError: a word names no directory, or one without a run; lists all such words.
-    """
+    """Read the runs named by words, each a run's directory or one with runs below it."""
     roots: dict[Path, Path] = {}  # resolved path of each run -> its path as it was found
     problems = []
     for word in words:
@@ -121,11 +108,6 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     return [_read(name, root) for name, root in zip(names, roots.values(), strict=True)]
 
 
-def has_runs(directory: Path) -> bool:
-    """Return whether a directory is a run with something to read, or has one below it."""
-    return os.path.isdir(directory) and any(_runs_below(directory, DEPTH))
-
-
 def last_step(file: Path) -> int:
     """Return the last step of a metrics file, 0 if it has none or does not exist."""
     step = 0
@@ -135,10 +117,7 @@ def last_step(file: Path) -> int:
 
 
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
-    """Return the keys that differ between runs or were changed midway.
-
-    Names and places are left out, and so is a key that was derived in all runs.
-    """
+    """Return the keys, but names and places, that differ between runs or were changed midway."""
     known = [run for run in runs if run.settings]
     midway = {change[1] for run in known for change in run.changes}
     return [
@@ -241,7 +220,6 @@ def _read_settings(file: Path) -> tuple[Settings, frozenset[str] | None]:
 
 
 def _lookup(tree: object, key: str, default: object) -> object:
-    """Return the value of a full key; its default where an earlier version did not have the key."""
     for name in key.split("."):
         if not isinstance(tree, Mapping) or name not in tree:
             return default
@@ -265,9 +243,7 @@ def _names(roots: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def _natural(path: Path) -> list[tuple[int, float, str]]:
+def _natural(path: Path) -> list[tuple[float, str]]:
     """Return a sort key by which run-2 comes before run-10, and 3e-4 before 1e-3."""
-    return [
-        (1, float(part), "") if _NUMBER.fullmatch(part) else (0, 0.0, part)
-        for part in _NUMBER.split(str(path))
-    ]
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", str(path))
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]

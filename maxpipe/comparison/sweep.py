@@ -12,12 +12,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
-from maxpipe.comparison.recorded import has_runs, read_runs
-from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words, split_values
 from maxpipe.config.imports import import_words
@@ -28,23 +26,15 @@ from maxpipe.supervise.ending import die_with_parent
 from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 FAILED = 1
+METRICS = "metrics.jsonl"  # of a member that has made a step
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
 _FLAG = "--sweep"
-_OWN = {
-    "run_name": "each run is called run_name and its values; set it before --sweep",
-    "output_dir": "all runs of a sweep are in it; set it before --sweep",
-}
+_OWN = ("run_name", "output_dir")  # of all runs of a sweep
 _LONGEST_NAME = 200
 
 
-@dataclass(frozen=True)
-class Member:
-    """One run of a sweep.
-
-    Attributes:
-      words: the values that distinguish it, as `key=value`.
-      name, directory: of the run.
-    """
+class Member(NamedTuple):
+    """One run of a sweep, with the values that distinguish it as `key=value`."""
 
     words: tuple[str, ...]
     name: str
@@ -66,10 +56,6 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
     It is 0 if all members ended with 0, a member's own if a signal has stopped it, otherwise 1. A
     member that fails is reported, and the others still run.
 
-    Args:
-      base: the configuration without the values of the sweep.
-      flags: the parsed command line, with config, overrides, imports and sweep.
-
     Raises:
       ConfigError: the sweep, or one of its configurations, is wrong; nothing has run then.
     """
@@ -89,9 +75,10 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
             emit(f"sweep       {member.name} failed: exit code {code}; the others go on")
         emit("")
     # A member that failed at its start has no figures.
-    if directories := [str(member.directory) for member in members if has_runs(member.directory)]:
-        runs = read_runs(directories)
-        emit(comparison_text(runs) if len(runs) > 1 else runs_text(runs))
+    if runs := [str(m.directory) for m in members if (m.directory / METRICS).is_file()]:
+        action = "compare" if len(runs) > 1 else "ls"
+        sys.stdout.flush()
+        subprocess.run([sys.executable, "-m", "maxpipe.runs", action, *runs], check=False)
     done = len(members) - len(failed)
     codes = "".join(f", {name} failed with exit code {code}" for name, code in failed.items())
     emit(f"sweep       {done} of {len(members)} runs are done{codes}")
@@ -101,11 +88,7 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
 def plan_members(
     base: Loaded, config: str, overrides: Sequence[str], words: Sequence[str]
 ) -> list[Member]:
-    """Return a member for each combination of values; the last key changes fastest.
-
-    Raises:
-      ConfigError: a word or a configuration is wrong; lists all problems.
-    """
+    """Return a member for each combination of values; the last key changes fastest."""
     values = _parse(words)
     root, run_name = Path(base.config.output_dir), base.config.run_name
     keys = [key for key, some in values.items() if len(some) > 1]
@@ -127,11 +110,7 @@ def plan_members(
 
 
 def _parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return key -> values of the words of a sweep.
-
-    Raises:
-      ConfigError: some words are wrong (lists all), or they name one run only.
-    """
+    """Return key -> values of the words of a sweep."""
     values: dict[str, list[str]] = {}
     problems: list[str] = []
     for word in words:
@@ -139,7 +118,7 @@ def _parse(words: Sequence[str]) -> dict[str, list[str]]:
         if not equals:
             problems.append(f"{word!r} is not of the form key=value,value")
         elif key in _OWN:
-            problems.append(f"{key}: {_OWN[key]}")
+            problems.append(f"{key} is that of all runs; set it before --sweep")
         values.setdefault(key, []).extend(split_values(text))
     if not problems and all(len(some) == 1 for some in values.values()):
         problems.append(f"names one run; give a key several values, as {words[0]},...")
@@ -175,12 +154,8 @@ def _run(command: Sequence[str]) -> int:
         received.append(number)
         process.send_signal(as_passed_on(number))
 
-    try:
-        with handling(numbers_to_pass_on(), pass_on):
-            code = process.wait()
-    finally:
-        if process.poll() is None:  # an error here must not leave it running
-            os.killpg(process.pid, signal.SIGTERM)
+    with handling(numbers_to_pass_on(), pass_on):
+        code = process.wait()
     if received and code not in STOPPED:
         return INTERRUPTED if received[-1] == signal.SIGINT else PREEMPTED
     return 128 - code if code < 0 else code

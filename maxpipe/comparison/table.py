@@ -12,12 +12,10 @@ _LONGEST_VALUE = 60  # characters of a value
 
 
 def runs_text(runs: Sequence[Recorded]) -> str:
-    """Return a line for each run, with its figures."""
     return _columns([HEADER, *(figures(run) for run in runs)])
 
 
 def comparison_text(runs: Sequence[Recorded]) -> str:
-    """Return the figures of runs, and the keys in which they differ, with their values."""
     text = runs_text(runs)
     unknown = [run.name for run in runs if not run.settings]
     if unknown:

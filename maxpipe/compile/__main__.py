@@ -18,10 +18,7 @@ from maxpipe.config.cli import exit_on_config_error, parse_args
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
-    """
+    """Return the exit code: 0 if the step fits, 2 for a configuration error, 3 if it does not."""
     arguments = parse_args(
         argv,
         prog="python -m maxpipe.compile",

@@ -40,11 +40,8 @@ def analyse(
     """Compile the train step and report what it costs.
 
     Args:
-      config: the resolved configuration.
       written: the configuration before it was resolved; alternatives derive from it.
       mesh: the mesh of the devices to compile for.
-      trainer: the configuration's trainer.
-      note: function that prints a line of progress.
 
     Returns:
       The report, and the compiled step, which is None if the compiler gave up.

@@ -25,12 +25,7 @@ _UNIT = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
 
 def check_command(arguments: Arguments) -> None:
-    """Check files, topology, the configuration on its devices, and flags that suit its engine.
-
-    Raises:
-      ConfigError: no topology is named, or there is no such slice; libtpu is not installed; a file
-        cannot be written; the configuration does not fit the devices; or a flag does not apply.
-    """
+    """Check files, topology, the configuration on its devices, and flags that suit its engine."""
     keys = arguments.loaded.config.compile
     if not keys.topology:
         example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
@@ -56,11 +51,7 @@ def check_command(arguments: Arguments) -> None:
 
 
 def check_engine(config: Config, flags: argparse.Namespace) -> None:
-    """Check that the flags apply to the engine of a resolved configuration.
-
-    Raises:
-      ConfigError: a flag does not apply.
-    """
+    """Check that the flags apply to the engine of a resolved configuration."""
     problems = []
     if ENGINES[config.pipeline.engine].one_program:
         only = f"is for pipeline.engine=mpmd; the {config.pipeline.engine} engine has one program"
@@ -82,11 +73,7 @@ def check_engine(config: Config, flags: argparse.Namespace) -> None:
 
 
 def check_slice(topology: str) -> None:
-    """Check that a canonical topology is a real grid of chips, and that libtpu is installed.
-
-    Raises:
-      ConfigError: there is no such grid, or libtpu is not installed.
-    """
+    """Check that a canonical topology is a real grid of chips, and that libtpu is installed."""
     if chip_of(topology):  # libtpu also describes grids that no slice has
         try:
             check_grid(topology)
@@ -101,11 +88,7 @@ def check_slice(topology: str) -> None:
 
 
 def unit_names(words: str) -> list[tuple[str, int]]:
-    """Return the kinds and chunks of the units that `--units` names, such as "F1,B1".
-
-    Raises:
-      ConfigError: a word does not name a unit.
-    """
+    """Return the kinds and chunks of the units that `--units` names, such as "F1,B1"."""
     names = []
     for word in words.split(","):
         match = _UNIT.fullmatch(word)
@@ -117,11 +100,7 @@ def unit_names(words: str) -> list[tuple[str, int]]:
 
 
 def check_units(words: str, config: Config) -> None:
-    """Check that the schedule of a resolved configuration has the units that `--units` names.
-
-    Raises:
-      ConfigError: it lacks one, a word does not name a unit, or there is no such schedule.
-    """
+    """Check that the schedule of a resolved configuration has the units that `--units` names."""
     named = [f"{kind}{chunk}" for kind, chunk in unit_names(words)]
     try:
         table = build_table(config)

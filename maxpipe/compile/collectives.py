@@ -59,11 +59,7 @@ class Transfer(NamedTuple):
 
 
 class Transfers:
-    """Reads the collectives of one program.
-
-    Args:
-      mesh: the mesh it was compiled for; partitions of a slice are numbered in its order.
-    """
+    """Reads the collectives of a program for a mesh, in whose order partitions are numbered."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._shape = slice_shape(mesh)
@@ -88,13 +84,7 @@ class Transfers:
 def find_collectives(
     module: Module, mesh: Mesh, branch_runs: Callable[[float], float] = lambda runs: runs
 ) -> list[Collective]:
-    """Return every collective of a compiled step, the largest sender first.
-
-    Args:
-      module: the optimized program of one device.
-      mesh: the mesh it was compiled for.
-      branch_runs: see `hlo.executions`.
-    """
+    """Return every collective of a compiled step, the largest sender first."""
     transfers = Transfers(mesh)
     return summed(
         (runs, transfer.collective)
@@ -158,10 +148,7 @@ def _slices_of_group(send: Instruction, num_slices: int) -> int:
 
 
 def slice_shape(mesh: Mesh) -> dict[str, int]:
-    """Return the sizes of the mesh axes in one slice.
-
-    Each slice runs a program of its own, whose partitions are its devices.
-    """
+    """Return the sizes of the mesh axes in one slice, each of which runs a program of its own."""
     slices = _slices(mesh)
     is_first = slices == slices.flat[0]
     counts = []
@@ -256,14 +243,12 @@ class LinkUse:
     """Traffic of one device over one set of mesh axes in a step.
 
     Attributes:
-      axes: mesh axes, such as "fsdp" or "data,fsdp".
       network: "ici", or "dcn" between slices.
       kind: "permutes" between neighbours, or "collectives" of groups.
       links: links of a chip that groups along all of the axes can use, though groups along some
         of them may not; None on DCN, where each chip has a share of its host's network cards.
       of: number of all links of a chip; None on DCN.
-      sent_bytes: bytes that a device sends.
-      seconds: least time to send them; None if the bandwidth is unknown.
+      seconds: least time to send the bytes; None if the bandwidth is unknown.
     """
 
     axes: str

@@ -22,13 +22,7 @@ from maxpipe.supervise.signals import handling
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
-    """Return what the compiler says about a configuration.
-
-    Args:
-      yaml_text: the complete configuration.
-      note: function that prints a line now and then.
-      imports: modules with the user's own variants.
-    """
+    """Return what the compiler says about a complete configuration."""
     with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
         file = Path(directory, "candidate.yml")
         file.write_text(yaml_text, encoding="utf-8")
@@ -42,7 +36,6 @@ def compile_command(
 
     Args:
       words: the command line after the command.
-      note: function that prints a line now and then.
       environment: variables in addition to those of this process.
     """
     started = time.perf_counter()
@@ -73,7 +66,6 @@ def compile_command(
 
 
 def proof_of(report: dict[str, object], took: float) -> Proof:
-    """Return what the JSON report of a step says, which took so many seconds to compile."""
     memory, seconds = report["memory"], report["predicted_step_seconds"]
     assert isinstance(memory, dict)
     needed, fits = float(memory["needed_bytes"]), bool(report["fits"])
@@ -102,10 +94,7 @@ def _parts(report: dict[str, object], step: float) -> Seconds:
 
 
 def _last_problem(text: str) -> str:
-    """Return the first configuration error in full, since the remedy is at its end.
-
-    Without one, return the start of the compiler's failed check, or else of the last line.
-    """
+    """Return the first configuration error, the start of a failed check, or of the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if problem := next((line for line in lines if line.startswith("config error")), None):
         return problem

@@ -18,14 +18,8 @@ ENGINES_APART = 0.2
 def prove(plan: Plan, count: int, note: Note) -> Plan:
     """Compile the finalists until `count` of them fit, and the user's own configuration.
 
-    Args:
-      plan: a plan with at least one row.
-      count: number of rows that shall fit; at most twice as many are compiled.
-      note: function that prints a line.
-
-    Returns:
-      The plan with the proved rows first, by the compiler's prediction. Rows that were not compiled
-      follow; those that do not fit are among its misfits.
+    At most twice as many are compiled. The result has the proved rows first, by the compiler's
+    prediction; rows that were not compiled follow, and those that do not fit are among its misfits.
 
     Raises:
       ConfigError: none of the rows could be compiled.

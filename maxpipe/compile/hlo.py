@@ -28,14 +28,9 @@ _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation; `arguments` is the text between the parentheses.
 
-    Attributes:
-      name, opcode: name and opcode as in the text.
-      type: the result's type as text.
-      operands: names of the operands.
-      arguments: the text between the parentheses.
-      attributes: the text after the operands, metadata included; it may have several lines.
+    `attributes` is the text after the operands, metadata included; it may have several lines.
     """
 
     name: str
@@ -72,11 +67,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse the text of one HLO module.
-
-    Raises:
-      ValueError: there is no entry computation.
-    """
+    """Parse the text of one HLO module; ValueError if there is no entry computation."""
     computations: dict[str, Computation] = {}
     entry, current, latest = "", None, ""
     for line in text.splitlines():
@@ -153,7 +144,6 @@ def arrays(type_text: str) -> list[tuple[list[int], int]]:
 
 
 def array_bytes(type_text: str) -> list[int]:
-    """Return the bytes of every array in a type, tuples flattened; padding is ignored."""
     return [size for _, size in arrays(type_text)]
 
 
@@ -166,7 +156,6 @@ def executions(
     are included.
 
     Args:
-      module: the program of one device.
       branch_runs: maps how often a conditional is reached to how often its branches do their work;
         by default each time. All branches count alike: idle ones hold nothing to count.
     """
@@ -196,11 +185,7 @@ def _executions(
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`.
-
-    Returns:
-      None if neither can be read.
-    """
+    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`."""
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
     conditions = loop.called().get("condition", [])
@@ -235,7 +220,6 @@ def _tuple_index(instructions: Mapping[str, Instruction], name: str) -> int | No
 def _source(
     instructions: Mapping[str, Instruction], name: str, copies: tuple[str, ...]
 ) -> Instruction | None:
-    """Return the instruction that a chain of copies starts from."""
     source = instructions.get(name)
     while source is not None and source.opcode in copies and source.operands:
         source = instructions.get(source.operands[0])

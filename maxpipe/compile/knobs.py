@@ -20,12 +20,7 @@ MOST_GAINS = 2
 
 @dataclass(frozen=True)
 class Knob:
-    """One way to save memory.
-
-    Attributes:
-      words: `key=value` words to set on the command line.
-      saves: bytes saved on each device, by estimate.
-    """
+    """One way to save memory: words `key=value`, and the bytes that they save on each device."""
 
     words: str
     saves: float
@@ -71,10 +66,8 @@ def gains(
       written: the configuration as loaded, with -1 for derived values.
       resolved: the configuration that fits, with `pipeline.fsdp_gather` decided.
       devices: numbers of devices and slices, which do not change.
-      tpu: facts of the device's chip, which decide when the changed run gathers weights; None if
-        it is not a TPU or an unknown one.
+      tpu: facts of the device's chip; None if it is not a TPU or an unknown one.
       memory: bytes that the compiled program needs on a device, and that a device has.
-      bound_mfu: function that bounds the MFU of a configuration.
     """
     needed, capacity = memory
     now, step = estimate(resolved, tpu).total, _microbatch_time(resolved)
@@ -122,12 +115,7 @@ def knobs(
 ) -> list[Knob]:
     """Return legal changes that save memory on the same devices, the most effective first.
 
-    Args:
-      written: the configuration as loaded: -1 for values that are derived again after a change.
-      resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided and, with
-        separate programs, its stages chosen.
-      devices: numbers of devices and slices, which do not change.
-      tpu: as for `gains`.
+    Arguments are those of `gains`; with separate programs, `resolved` has its stages chosen.
     """
     now, one_program = needed_bytes(resolved, tpu), ENGINES[resolved.pipeline.engine].one_program
     effective = []

@@ -48,20 +48,11 @@ def launch(
     build_trainer: BuildTrainer,
     store_step: StoreStep,
 ) -> int:
-    """Compile a loaded configuration for `compile.topology`, after `checks.check_command`.
+    """Compile a loaded configuration for `compile.topology`, and return the exit code.
 
     Args:
-      loaded: the configuration.
-      flags: the command's own flags: json, hlo, profile, profile_trace and programs, each a path
-        or None; units, names of units or None.
-      build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
-      store_step: `maxpipe.training.stored_step.write`, passed in likewise.
-
-    Returns:
-      The exit code, see `maxpipe.compile`.
-
-    Raises:
-      ConfigError: the configuration does not fit the devices, or a file cannot be written.
+      build_trainer, store_step: `maxpipe.builder.build_trainer` and
+        `maxpipe.training.stored_step.write`, passed in from above this package.
     """
     if understood := explain_topology(loaded.config.compile.topology):
         _print(understood)

@@ -33,19 +33,9 @@ FITS, NOTHING_FITS = 0, 3
 
 
 def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Plan, prove, print and write.
+    """Plan, prove, print and write; return the exit code.
 
-    Args:
-      request: what to plan.
-      flags: the command's flags compile, compare, write, json and html.
-      words: the command line after the command, for the file that is written.
-
-    Returns:
-      The exit code, see `maxpipe.plan`.
-
-    Raises:
-      ConfigError: a file cannot be written, the choices leave nothing on any slice, or none of
-        the best could be compiled.
+    `words` are the command line after the command, for the file that is written.
     """
     # The host's own accelerator is not needed, and may be in use.
     jax.config.update("jax_platforms", "cpu")
@@ -76,10 +66,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 
 
 def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan:
-    """Return the proved plan of the smallest slice that trains the model.
-
-    The costs of larger slices are printed. If nothing fits on any, return the plan of the last one.
-    """
+    """Return the proved plan of the smallest slice that trains the model, or that of the last."""
     plans = smallest_plans(request, facts, _print)
     costs = [plan.cost() for plan in plans if plan.winner is not None]
     if costs:
@@ -95,11 +82,7 @@ def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan
 
 
 def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
-    """Return the plan with its best rows compiled; print what was searched.
-
-    Raises:
-      ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
-    """
+    """Return the plan with its best rows compiled; print what was searched."""
     _print(*summary_lines(plan))
     if plan.outcome.least is None:
         raise ConfigError(_nothing_legal(plan))

@@ -36,13 +36,11 @@ class CompiledProgram:
     """One program of a training step on the mpmd engine, compiled for the devices of its stage.
 
     Attributes:
-      stage: index of the stage that runs it.
       name: kind and global chunk, such as F0 or reduce0.
       runs: how often a step runs it.
       memory: bytes on a device of the stage.
       collectives: the collectives of one device in one run.
       offloaded: bytes on a device that it reads from the host's memory or leaves there.
-      hlo: optimized HLO text.
     """
 
     stage: int
@@ -75,12 +73,10 @@ def compile_programs(
     meshes: Sequence[Mesh],
     names: Collection[UnitName] | None = None,
 ) -> Iterator[CompiledProgram]:
-    """Compile the programs of a training step, one by one.
+    """Compile the programs of a training step, or those of some names, one by one.
 
     Args:
-      trainer: trainer of a configuration whose stages are chosen.
       meshes: for each stage, the mesh to compile for; see `meshes_to_compile`.
-      names: names of the programs to compile; None for all.
 
     Raises:
       OutOfMemory: the compiler says that the program after the last one yielded does not fit.
@@ -112,16 +108,8 @@ def write_programs(
 ) -> Iterator[CompiledProgram]:
     """Write programs as they are compiled, and yield them.
 
-    `stage_S/NAME.txt` is a program as sliced, `stage_S/NAME.hlo` as compiled.
-
-    Args:
-      programs: the compiled programs.
-      texts: texts of the programs as sliced, by name.
-      directory: created if it does not exist. Programs that an earlier call has written there are
-        removed; other files stay.
-
-    Raises:
-      OSError: something cannot be written.
+    `stage_S/NAME.txt` is a program as sliced, from `texts`, `stage_S/NAME.hlo` as compiled.
+    Programs that an earlier call has written there are removed; other files stay.
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Earlier files may be of stages or units that this configuration does not have.

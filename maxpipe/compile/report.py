@@ -44,13 +44,7 @@ class CompilerMemory:
 
 
 class CompileTimes(NamedTuple):
-    """Seconds that it took to make a program.
-
-    Attributes:
-      tracing: from Python code to a jaxpr.
-      lowering: from the jaxpr to StableHLO.
-      compiling: from StableHLO to a program, by XLA.
-    """
+    """Seconds from Python code to a jaxpr, to StableHLO, and to a program by XLA."""
 
     tracing: float
     lowering: float
@@ -61,7 +55,6 @@ class CompileTimes(NamedTuple):
         return sum(self)
 
     def line(self) -> str:
-        """Return the times as a line of a report."""
         parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self._asdict().items())
         return f"compiled    in {self.total:.0f} s: {parts}"
 
@@ -71,9 +64,6 @@ class StepReport:
     """What `maxpipe.compile` reports of a step, in one program or in several.
 
     Attributes:
-      device_kind, num_devices, num_slices: what was compiled for.
-      mesh: axis sizes.
-      engine, schedule: names of the engine and its schedule.
       bubble: idle share of the stages' time, from the simulator.
       capacity: memory of a device; None if unknown.
       model_flops: model FLOPs of a step over all devices.
@@ -142,7 +132,6 @@ class StepReport:
         }
 
     def first_lines(self) -> list[str]:
-        """Return lines on the devices and the pipeline."""
         axes = " x ".join(f"{axis}={n}" for axis, n in self.mesh.items() if n > 1) or "one device"
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         pipeline = self.engine
@@ -156,7 +145,6 @@ class StepReport:
         ]
 
     def knob_lines(self) -> list[str]:
-        """Return what would help if the step does not fit."""
         if self.capacity is None or self.fits:
             return []
         if not self.knobs:
@@ -170,18 +158,14 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(StepReport):
-    """A step in one program.
+    """A step in one program; what only the compiler knows is None if it gave up.
 
     Attributes:
       shapes: memory estimated from shapes.
-      compiler: memory from the compiler; None, like the fields that follow, if it gave up.
       flops: FLOPs of a step over all devices.
-      collectives: the collectives of one device in a step.
-      links: the traffic of one device by mesh axes, the slowest first; empty if the device's
-        figures are unknown.
+      collectives, links: the collectives of one device in a step, and its traffic by mesh axes.
       bounds: bounds of the step; None if the device's figures are unknown.
-      timeline: the timeline that `predicted` sums up; None without a prediction.
-      compile_times: seconds of each phase; None if the compiler gave up.
+      timeline: the timeline that `predicted` sums up.
       gains: ways to use the memory that is left, if it fits.
       hlo: text of the optimized program.
     """
@@ -306,17 +290,14 @@ class Report(StepReport):
 
 
 def plain(values: Sequence[Collective | Gain | Knob | LinkUse]) -> list[dict[str, object]]:
-    """Return dataclasses as plain data."""
     return [asdict(value) for value in values]
 
 
 def in_bytes(sizes: Mapping[str, object]) -> dict[str, object]:
-    """Return sizes with their unit in their names."""
     return {f"{name}_bytes": value for name, value in sizes.items()}
 
 
 def collective_line(c: Collective) -> str:
-    """Return a line about the collectives of one kind, for people."""
     where = f"{c.axes or 'none'}{' (DCN)' if c.network == 'dcn' else ''}"
     volume = f"operands {size(c.bytes)}, sends {size(c.sent_bytes)}"
     return f"  {c.kind:<19} {where:<14} {c.count:>8.0f} x  {volume}"

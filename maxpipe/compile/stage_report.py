@@ -75,7 +75,6 @@ class StageBytes:
 
     @property
     def total(self) -> float:
-        """Return the bytes at the fullest moment."""
         return self.state + max(self.in_flight + self.working, self.reduction)
 
 
@@ -84,9 +83,7 @@ class StagesReport(StepReport):
     """A step in separate programs; `needed` is of the fullest stage, or what does not fit.
 
     Attributes:
-      compile_seconds: seconds of tracing and compilation.
       programs: the compiled programs, in order of their dependencies.
-      stages: memory of each stage.
       too_large: name of the program that does not fit; those after it were not compiled.
       program_seconds: predicted time of a run of each program; empty where nothing is predicted.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
@@ -124,7 +121,6 @@ class StagesReport(StepReport):
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people, without a line for each program."""
         lines = [*self.first_lines(), f"compiled    in {self.compile_seconds:.0f} s"]
         for number, stage in enumerate(self.stages):
             parts = f"state {size(stage.state)}, in flight {size(stage.in_flight)} (from shapes)"
@@ -178,16 +174,11 @@ def analyse_stages(
     began: float,
     note: Note,
 ) -> StagesReport:
-    """Report what a step costs, compiling its programs one by one.
+    """Report what a step costs, compiling its programs one by one as they are consumed.
 
     Args:
-      config: the resolved configuration, with its stages chosen.
       written: the configuration before it was resolved; alternatives derive from it.
-      mesh: the mesh of all stages.
-      trainer: the configuration's trainer.
-      programs: the trainer's programs, compiled as they are consumed.
       began: `time.perf_counter()` before the trainer was built.
-      note: function that prints a line.
     """
     devices = mesh.devices.reshape(-1).tolist()
     config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided and reported
@@ -308,8 +299,6 @@ def _with_prediction(
 
 
 class TimedUnit(NamedTuple):
-    """A compiled unit, the seconds of one run or None, and what of it cannot be priced."""
-
     program: CompiledProgram
     seconds: float | None
     unknown: Sequence[str]
@@ -317,11 +306,9 @@ class TimedUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitsReport:
-    """What `maxpipe.compile --units` prints.
+    """What `maxpipe.compile --units` prints: units in order of their dependencies.
 
     Attributes:
-      device_kind, num_devices: what was compiled for.
-      units: the compiled units, in order of their dependencies.
       too_large: the unit after them, if it does not fit; those that follow were not compiled.
     """
 
@@ -335,7 +322,6 @@ class UnitsReport:
         return self.too_large is None
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
         too_large = self.too_large and {
             "name": self.too_large.program,
             "needed": self.too_large.needed,
@@ -360,7 +346,6 @@ class UnitsReport:
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
         lines = [f"devices     {self.num_devices} x {short_name(self.device_kind)}"]
         for unit in self.units:
             seconds = "no time" if unit.seconds is None else f"{unit.seconds:.4g} s"
@@ -381,16 +366,7 @@ def compile_units(
     meshes: Sequence[Mesh],
     note: Note,
 ) -> UnitsReport:
-    """Compile units one by one, and time each on TPUs.
-
-    Args:
-      names: names of units that the schedule has.
-      model: the resolved model section.
-      mesh: the mesh of all stages.
-      trainer: the configuration's trainer.
-      meshes: for each stage, the mesh to compile for; see `meshes_to_compile`.
-      note: function that prints the lines about each unit.
-    """
+    """Compile units that the schedule has, one by one, and time each on TPUs."""
     devices = mesh.devices.reshape(-1).tolist()
     chip = chip_for(devices[0].device_kind) if is_predictable(mesh) else None
     units: list[TimedUnit] = []

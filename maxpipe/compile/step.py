@@ -34,11 +34,7 @@ class StepTrainer(Protocol):
 
 
 class OutOfMemory(Exception):
-    """The compiler gave up: the program needs `needed` bytes and a device has `available`.
-
-    Attributes:
-      program: name of the program if it is one of several; "" otherwise.
-    """
+    """The compiler gave up: a program, maybe one of several, needs more bytes than a device has."""
 
     def __init__(self, needed: float, available: float, program: str = ""):
         super().__init__(f"needs {needed:.0f} of {available:.0f} bytes")
@@ -47,13 +43,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step that has been compiled and not run.
-
-    Attributes:
-      jaxpr: the step before partitioning.
-      executable: the compiled program.
-      times: seconds that each phase took.
-    """
+    """A step that has been compiled and not run; the jaxpr is the step before partitioning."""
 
     jaxpr: ClosedJaxpr
     executable: jax.stages.Compiled
@@ -61,11 +51,7 @@ class CompiledStep:
 
 
 def text_of(executable: jax.stages.Compiled) -> str:
-    """Return the optimized HLO of a program.
-
-    Raises:
-      ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
-    """
+    """Return the optimized HLO of a program."""
     try:
         return executable.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
@@ -83,13 +69,6 @@ def compile_step(
     options: Mapping[str, bool] | None = None,
 ) -> CompiledStep:
     """Compile `trainer.jitted_step`; no array is made.
-
-    Args:
-      config: the resolved configuration.
-      mesh: all devices of the step.
-      trainer: a trainer built for both.
-      note: function that prints a line at each phase.
-      options: compiler options by name.
 
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
@@ -122,10 +101,7 @@ def compile_step(
 def progress(phase: str, note: Note, first_seconds: float = PROGRESS_SECONDS) -> Iterator[None]:
     """Note the seconds that a phase has lasted so far, ever less often.
 
-    Args:
-      phase: its name.
-      note: function that prints a line.
-      first_seconds: length of the first silence. Each is twice as long as the last, up to a limit.
+    The first silence has `first_seconds`; each is twice as long as the last, up to a limit.
     """
     done = threading.Event()
     began = time.perf_counter()
@@ -164,10 +140,6 @@ def memory_of(compiled: jax.stages.Compiled, mesh: Mesh) -> CompilerMemory:
 
 def out_of_memory(message: str, program: str = "") -> OutOfMemory | None:
     """Read the sizes out of a compiler's message; None if it is about something else.
-
-    Args:
-      message: the compiler's message.
-      program: name of what it was compiling.
 
     Messages are "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM
     (15.7G)".

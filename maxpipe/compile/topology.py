@@ -34,9 +34,6 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     """Return the devices of `compile.topology`, over all of `compile.num_slices`.
 
     Must run before JAX is used for the first time.
-
-    Raises:
-      ConfigError: there is no such slice, or libtpu is not installed or does not know it.
     """
     topology = config.compile.topology
     slices = config.compile.num_slices
@@ -58,7 +55,6 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
 
 
 def _described(topology: str, slices: int) -> Sequence[jax.Device]:
-    """Return the devices of `slices` slices as libtpu describes them, without a TPU."""
     for name, value in _NO_MACHINE.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
@@ -76,10 +72,6 @@ def meshes_to_compile(config: Config, meshes: Sequence[Mesh]) -> list[Mesh]:
 
     libtpu compiles no program that leaves out a slice of its topology. A stage on only some slices
     gets devices of a topology with as many slices, at the same places; other meshes do not change.
-
-    Args:
-      config: the resolved configuration.
-      meshes: the meshes of its stages.
     """
     total = len({slice_of(d) for mesh in meshes for d in mesh.devices.flat})
     described: dict[int, dict[tuple[int, ...], jax.Device]] = {}
@@ -101,13 +93,7 @@ def meshes_to_compile(config: Config, meshes: Sequence[Mesh]) -> list[Mesh]:
 
 
 def neighbour_bandwidth(meshes: Sequence[Mesh], link: float, dcn: float | None) -> float | None:
-    """Return the bytes/s between the slowest pair of neighbouring stages; None if unknown.
-
-    Args:
-      meshes: the stages' meshes, in order; the last one sends to the first.
-      link: bytes/s of one link within a slice.
-      dcn: bytes/s between slices; None if unknown.
-    """
+    """Return the bytes/s between the slowest pair of neighbouring stages; None if unknown."""
     slices = [[slice_of(d) for d in mesh.devices.flat] for mesh in meshes]
     return link if all(of_stage == slices[0] for of_stage in slices) else dcn
 

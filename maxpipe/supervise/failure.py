@@ -25,7 +25,7 @@ from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervise.ending import FAILED, LOST, announcers, leave, saying_if_possible
 from maxpipe.supervise.process import HUNG
 from maxpipe.supervise.signals import PREEMPTED
-from maxpipe.telemetry.sink import TelemetryError
+from maxpipe.telemetry.writers import TelemetryError
 
 
 class MemoryTooSmall(Exception):

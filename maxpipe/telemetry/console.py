@@ -25,12 +25,9 @@ class Console:
     median; its line has its own seconds, and no speed.
 
     Args:
-      total_steps: steps of the run, including those of earlier processes.
       start_step: steps finished before this process.
       log_every: print every so many steps, and the first and the last one; 0 = no steps.
-      tokens_per_step: tokens in a global batch.
       peak_seconds: seconds of a step at the peak FLOP/s of all devices; None leaves MFU out.
-      stream: where lines are printed; standard output if None.
     """
 
     def __init__(
@@ -141,26 +138,13 @@ def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
 
 
 def open_bar(stream: TextIO, **options: Any) -> tqdm:
-    """Return a progress bar on a terminal, with these options of tqdm."""
-    has_size = _has_size(stream)
-    return tqdm(
-        file=stream,
-        dynamic_ncols=has_size,
-        ncols=None if has_size else 120,
-        nrows=None if has_size else 40,
-        **options,
-    )
-
-
-def _has_size(stream: TextIO) -> bool:
-    """Return whether the terminal knows its size.
-
-    Terminals made by scripts and containers often report 0 x 0, on which tqdm draws nothing.
-    """
     try:
-        return all(os.get_terminal_size(stream.fileno()))
+        has_size = all(os.get_terminal_size(stream.fileno()))
     except OSError:
-        return False
+        has_size = False
+    # On 0 x 0, as terminals of scripts and containers report, tqdm would draw nothing.
+    size = {"dynamic_ncols": True} if has_size else {"ncols": 120, "nrows": 40}
+    return tqdm(file=stream, **size, **options)
 
 
 class ByteProgress:
@@ -173,7 +157,6 @@ class ByteProgress:
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
 
     def show(self, done: int) -> None:
-        """Print a line if the last one is old enough."""
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             total = format_bytes(self._total)
@@ -188,7 +171,6 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return `h:mm:ss` from an hour on, `m:ss` below; from a day on with days in front."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -198,7 +180,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """Return seconds from 1 s on, milliseconds from 10 ms on, hundredths of them below."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1000 * seconds:.{0 if seconds >= 0.01 else 2}f} ms"

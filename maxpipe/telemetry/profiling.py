@@ -1,19 +1,24 @@
-"""Account for the time of a run by phases, with goodput, and trace a few steps."""
+"""Account for the time of a run by phases, with goodput; name slow processes; trace a few steps."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Self
 
 from maxpipe.telemetry.console import format_seconds
-from maxpipe.telemetry.sink import REQUIRED, TelemetryError
+from maxpipe.telemetry.writers import not_written
 
 PHASES = ("init", "restore", "compile", "data", "step", "checkpoint", "evaluation")
 DOWNTIME = ("detection", "restart")  # what a process knows that a supervisor has started again
 SHORT_SECONDS = 600.0  # the share of steps of a shorter process says nothing yet
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA or the compilation cache
+
+FACTOR = 2.0  # a slow process takes this many times as long as the others
+LEAST_SECONDS = 0.02  # and this much longer: a host's time for logging does not matter
+STEPS = 5  # steps in a row before a process is called slow, and before it no longer is
 
 
 class TimeAccount:
@@ -29,9 +34,6 @@ class TimeAccount:
 
     As a context manager it listens to JAX for compilations. Outside of the context, a compilation
     counts towards the phase during which it happens.
-
-    Args:
-      clock: monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -54,7 +56,6 @@ class TimeAccount:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def enter(self, phase: str) -> None:
-        """End the current phase and begin another."""
         assert phase in PHASES
         now = self._clock()
         self._seconds[self._phase] += now - self._since
@@ -100,14 +101,9 @@ def goodput_row(
 ) -> dict[str, float]:
     """Return the account of a process as values for `metrics.jsonl`.
 
-    Args:
-      seconds: phase -> seconds, from `TimeAccount.seconds`.
-      lost: seconds that an earlier process spent on steps after its last checkpoint.
-      down: seconds in which no process of the run worked before this one began, by cause.
-
-    Returns:
-      `seconds_in_<phase>` for each phase and cause, `seconds_lost`, and `goodput`: the share of
-      steps in the sum of all of them.
+    `goodput` is the share of steps in the sum of all seconds: of phases, `lost` by an earlier
+    process on steps after its last checkpoint, and `down`, in which no process of the run worked
+    before this one began, by cause.
     """
     down = down or {}
     total = sum(seconds.values()) + sum(down.values()) + lost
@@ -132,18 +128,55 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else format_seconds(seconds)
 
 
+class SlowProcess:
+    """Watches the stages of a run, and reports when their processes begin to be slow.
+
+    All processes of a pipeline take equally long for a step; the seconds of each stage without its
+    waiting show which of them the others wait for. A stage with more layers may be what is slow.
+    The first step of a process compiles, and is left out.
+    """
+
+    def __init__(self, processes: Sequence[frozenset[int]]):
+        self._processes = processes
+        self._is_first = True
+        self._named: frozenset[int] | None = None
+        self._suspect: frozenset[int] | None = None
+        self._steps = 0  # in a row with this suspect
+
+    def after_step(self, step: int, seconds: Sequence[float]) -> str | None:
+        """Return a line to print after a step, given the seconds of each stage."""
+        if self._is_first:
+            self._is_first = False
+            return None
+        times: dict[frozenset[int], float] = {}
+        for holders, of_stage in zip(self._processes, seconds, strict=True):
+            times[holders] = max(times.get(holders, 0.0), of_stage)
+        slow = max(times, key=lambda holders: times[holders])
+        own, others = times[slow], median(t for holders, t in times.items() if holders != slow)
+        suspect = slow if own > max(FACTOR * others, others + LEAST_SECONDS) else None
+        self._steps = self._steps + 1 if suspect == self._suspect else 1
+        self._suspect = suspect
+        if self._steps < STEPS or suspect == self._named:
+            return None
+        self._named = suspect
+        if suspect is None:
+            return None
+        numbers = ", ".join(map(str, sorted(suspect)))
+        name = f"process {numbers} is" if len(suspect) == 1 else f"processes {numbers} are"
+        return (
+            f"warning: {name} slow: without waiting for others, step {step} took {own:.3g} s there "
+            f"and {others:.3g} s elsewhere; if the hosts are equally fast, "
+            "pipeline.layers_per_stage=auto evens the stages out; otherwise look at that host. "
+            "stage_seconds in metrics.jsonl has all stages"
+        )
+
+
 class Profiler:
     """Traces the steps from first to last, both included, for TensorBoard's or Perfetto's viewer.
 
     The loop calls `before` and `after` around every step, `after` once the step's results are
     available, and `close` however it ends. A run that resumes or ends inside the window traces only
-    the steps of the window that it makes.
-
-    Args:
-      profile_steps: `telemetry.profile_steps`: [first, last], counted from 1; empty = no trace.
-      directory: where JAX writes `plugins/profile/...`; every process writes its own files.
-      is_required: `telemetry.required`: whether a trace that cannot be written ends the run.
-      print_line: function that prints a line.
+    the steps of the window that it makes. Every process writes its own files.
     """
 
     def __init__(
@@ -161,7 +194,6 @@ class Profiler:
         self._is_tracing = False
 
     def before(self, step: int) -> None:
-        """Start a trace if `step` is in the window."""
         if step in self._window and not self._is_tracing:
             import jax
 
@@ -170,12 +202,10 @@ class Profiler:
                 self._is_tracing = True
 
     def after(self, step: int) -> None:
-        """Write the trace if `step` is the last of the window."""
         if self._is_tracing and step + 1 not in self._window:
             self.close()
 
     def close(self) -> None:
-        """Write the trace if one is running."""
         if self._is_tracing:
             import jax
 
@@ -189,13 +219,9 @@ class Profiler:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Warn that a trace cannot be written, or raise `TelemetryError` if one is required."""
         try:
             yield
-        # JAX raises errors of its own for files.
-        except Exception as error:
-            reason = f"profiler trace cannot be written to {self._directory}: {error}"
-            if self._is_required:
-                raise TelemetryError(f"{reason} ({REQUIRED})") from error
+        except Exception as error:  # JAX raises errors of its own for files
             self._window = range(0)
-            self._print_line(f"warning: {reason}; training continues; {REQUIRED}=true would end it")
+            what = f"profiler trace in {self._directory}"
+            not_written(what, error, self._is_required, self._print_line)

@@ -10,11 +10,9 @@ from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import printable
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.profiling import goodput_line, goodput_row
-from maxpipe.telemetry.sink import Sink
-from maxpipe.telemetry.slow_process import SlowProcess
-from maxpipe.telemetry.trackers import TrackedRun, Trackers
-from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
+from maxpipe.telemetry.profiling import SlowProcess, goodput_line, goodput_row
+from maxpipe.telemetry.trackers import Trackers
+from maxpipe.telemetry.writers import MetricsFile, Row, Sink, TensorBoard, Value
 
 SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
 _PROMPT_SHOWN = 40  # characters before a sample on the console
@@ -27,20 +25,12 @@ class Recorder:
     Trackers get the same values as TensorBoard. A failed write is reported once, or raises
     `TelemetryError` with `telemetry.required`.
 
-    Files in `run_dir`:
-      metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
-        step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
-        eval_loss, eval_perplexity, eval_bits_per_byte` for evaluations, the last only if the bytes
-        of tokens are known, and `eval_loss/SOURCE` for each source of a mixture; rows `step,
-        changed, before, now` for keys that a resumed start has changed; at the end of each process
-        `step, goodput` and its parts (`maxpipe.telemetry.profiling`). Numbers that are not finite,
-        and `mfu` if the peak is unknown, are null. Figures of layers are lists in model order;
-        `stage_seconds` is a list by stage.
-      tensorboard/: the same values as scalars, those of layers in a group of their own.
+    Besides rows of steps, `metrics.jsonl` has rows of evaluations, with `eval_loss/SOURCE` for each
+    source of a mixture; rows `step, changed, before, now` for keys that a resumed start has
+    changed; and at the end of each process `step, goodput` and its parts. Numbers that are not
+    finite, and `mfu` if the peak is unknown, are null. Figures of layers are lists in model order.
 
     Args:
-      config: the run's resolved configuration.
-      run_dir: the run's directory, created if missing.
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
       keeps_later: whether newer steps are saved; if so their rows stay until `give_up_later`.
@@ -81,27 +71,23 @@ class Recorder:
             tokens_per_step=tokens_per_step,
             peak_seconds=peak_seconds,
         )
-        is_required = config.telemetry.required
-        self._keeps_later = keeps_later
+        is_required, print_line = config.telemetry.required, self._console.print_line
         self._metrics = Sink(
             str(run_dir / METRICS),
-            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=self._keeps_later),
+            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=keeps_later),
             is_required=is_required,
-            print_line=self._console.print_line,
+            print_line=print_line,
             tries_again=True,
         )
-        self._tensorboard = (
-            Sink(
+        self._tensorboard = None
+        if self._log_every:
+            self._tensorboard = Sink(
                 str(run_dir / TENSORBOARD),
                 lambda: TensorBoard(run_dir / TENSORBOARD, start_step),
                 is_required=is_required,
-                print_line=self._console.print_line,
+                print_line=print_line,
             )
-            if self._log_every
-            else None
-        )
-        tracked = TrackedRun(config, run_dir, start_step > 0)
-        self._trackers = Trackers(tracked, self._console.print_line)
+        self._trackers = Trackers(config, run_dir, start_step > 0, print_line)
         self._step = start_step
 
     def step(
@@ -118,12 +104,9 @@ class Recorder:
 
         Args:
           step: number of the step, counted from 1.
-          loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
-          step_seconds: wall-clock seconds of this step.
-          stage_seconds: seconds of each stage without its waiting for others, if known. A process
-            whose stages take much longer than the others' is named on the console.
+          stage_seconds: seconds of each stage without its waiting for others, if known.
           **extra: more values of the step, written under their own names; a list has a number for
-            each layer after the first dense ones. See `Console.step` for what the console shows.
+            each layer after the first dense ones.
         """
         row: dict[str, Value] = {
             "step": step,
@@ -171,7 +154,6 @@ class Recorder:
     def give_up_later(self) -> None:
         """Drop the rows of newer steps if they were kept: the steps are set aside now."""
         if self._is_main:
-            self._keeps_later = False  # also for a file that is opened only later
             self._metrics.use(MetricsFile.give_up_later)
 
     def evaluation(
@@ -181,20 +163,13 @@ class Recorder:
         bits_per_byte: float | None = None,
         by_source: Mapping[str, float] | None = None,
     ) -> None:
-        """Record an evaluation on held-out data after `step`.
-
-        Args:
-          step: number of finished steps.
-          eval_loss: mean cross-entropy, nats per token.
-          bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
-            the bytes are not known.
-          by_source: mean cross-entropy of each source of a mixture, by its name.
-        """
+        """Record an evaluation on held-out data after `step`: losses are in nats per token."""
         if not self._is_main:
             return
         losses = by_source or {}
-        values = {"loss": eval_loss, "perplexity": _perplexity(eval_loss)}
-        parts = [f"eval loss {eval_loss:.4f}", f"perplexity {values['perplexity']:.4g}"]
+        perplexity = math.inf if eval_loss > 700 else math.exp(eval_loss)
+        values = {"loss": eval_loss, "perplexity": perplexity}
+        parts = [f"eval loss {eval_loss:.4f}", f"perplexity {perplexity:.4g}"]
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte
             parts.append(f"{bits_per_byte:.4f} bits/byte")
@@ -228,13 +203,7 @@ class Recorder:
     def time_account(
         self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None
     ) -> None:
-        """Record where the time of this process went; called after everything else.
-
-        Args:
-          step: number of finished steps.
-          seconds: phase -> seconds, from `TimeAccount.seconds`.
-          down: cause -> seconds that the run was down before this process; see `goodput_row`.
-        """
+        """Record where the time of this process went, see `goodput_row`; called at the end."""
         if not self._is_main:
             return
         metrics = self._metrics.writer
@@ -244,7 +213,6 @@ class Recorder:
         self._console.print_line(goodput_line(row))
 
     def print_line(self, text: str) -> None:
-        """Print `text` on lines of its own without breaking the progress bar."""
         if self._is_main:
             self._console.print_line(text)
 
@@ -265,11 +233,3 @@ def _numbered(name: str, values: Sequence[float]) -> dict[str, Value]:
     """Return {<name>_<index>: value}, for TensorBoard, without NaN."""
     digits = len(str(len(values) - 1))  # so that cards are in order
     return {f"{name}_{i:0{digits}}": x for i, x in enumerate(values) if not math.isnan(x)}
-
-
-def _perplexity(loss: float) -> float:
-    """Return exp(loss); infinity if it overflows a float64."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -13,8 +13,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from operator import methodcaller
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, read_record
-from maxpipe.telemetry.writers import Row
+from maxpipe.telemetry.writers import PrintLine, Row
 
 IDS = "trackers.json"  # in the run's directory
 CLOSE_SECONDS = 15.0  # limit of the wait for all trackers at the end of a run
@@ -36,40 +36,11 @@ _MOST_PARAMETERS = 100  # that MLflow accepts at once
 _REFUSED = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run to track.
-
-    Attributes:
-      config: the resolved configuration.
-      directory: the run's directory.
-      is_resumed: whether it continues from a checkpoint.
-    """
-
-    config: Config
-    directory: Path
-    is_resumed: bool
-
-    def known_id(self, tracker: str, project: str) -> str:
-        """Return the id under which a project of a tracker has this run; "" if it is new."""
-        return self._ids().get(f"{tracker} {project}", "") if self.is_resumed else ""
-
-    def keep_id(self, tracker: str, project: str, run_id: str) -> None:
-        """Keep an id for the next start."""
-        ids = {**self._ids(), f"{tracker} {project}": run_id}
-        write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
-
-    def _ids(self) -> dict[str, str]:
-        try:
-            return read_record(self.directory / IDS, dict[str, str])
-        except Damaged:
-            return {}
-
-
 class Tracker(Protocol):
     """Where metrics are sent to; any method may raise any error."""
 
     place: str  # where a user finds the run
+    id: str  # by which a later start finds it
 
     def log(self, step: int, scalars: Row) -> None: ...
 
@@ -77,29 +48,26 @@ class Tracker(Protocol):
 
 
 class WandB:
-    """A run of Weights & Biases, offline if there is no account or no network.
+    """A run of Weights & Biases, offline without an account; `known` is the id of an old one."""
 
-    Args:
-      project: `PROJECT` or `ENTITY/PROJECT`.
-      run: the run to track.
-    """
-
-    def __init__(self, project: str, run: TrackedRun):
+    def __init__(self, project: str, config: Config, directory: Path, known: str):
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
-        mode, why = _wandb_mode()
+        mode = wandb.setup().settings.mode
+        why = f"WANDB_MODE={mode}"
+        if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False):
+            mode, why = "offline", "offline without an API key (`wandb login`)"
         entity, _, name = project.rpartition("/")
-        run_id = run.known_id("wandb", project) or uuid.uuid4().hex[:8]
-        run.keep_id("wandb", project, run_id)
+        self.id = known or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             entity=entity or None,
             project=name,
-            name=run.config.run_name,
-            id=run_id,
+            name=config.run_name,
+            id=self.id,
             resume="allow",
-            dir=str(run.directory),
-            config=_redacted_tree(asdict(run.config)),
+            dir=str(directory),
+            config=json.loads(redacted(json.dumps(asdict(config)))),
             mode=mode,
             settings=wandb.Settings(
                 console="off",
@@ -126,43 +94,33 @@ class WandB:
         self._run.finish(exit_code=0 if is_done else 1)
 
 
-def _wandb_mode() -> tuple[str | None, str]:
-    """Return the mode to ask for (None: the environment's) and why it is not online."""
-    import wandb
-
-    mode = wandb.setup().settings.mode
-    if mode in ("offline", "dryrun", "disabled"):
-        return None, f"WANDB_MODE={mode}"
-    if wandb.run is not None:  # logging in is no longer possible then
-        return ("offline", "offline as W&B is in this process") if wandb.run.offline else (None, "")
-    try:
-        if wandb.login(prompt=False):
-            return None, ""
-        return "offline", "offline without an API key (`wandb login`)"
-    # A wrong key, or no network; the kind differs between versions.
-    except Exception as error:
-        return "offline", " ".join(f"offline, since logging in has failed: {error}".split())
-
-
 class MLflow:
-    """A run of MLflow.
+    """A run of MLflow, in an experiment that is made if it does not exist."""
 
-    Args:
-      experiment: name of the experiment; made if it does not exist.
-      run: the run to track.
-    """
-
-    def __init__(self, experiment: str, run: TrackedRun):
+    def __init__(self, experiment: str, config: Config, directory: Path, known: str):
         import mlflow
+        from mlflow.entities import Param
 
         # They log each table that they make in a new database.
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
         self._client = mlflow.MlflowClient()
-        known = run.known_id("mlflow", experiment)
-        self._id = known if known and self._reopen(known) else self._create(experiment, run)
-        run.keep_id("mlflow", experiment, self._id)
-        self.place = f"run {self._id} at {mlflow.get_tracking_uri()}"
+        self.id = ""
+        with suppress(mlflow.MlflowException):  # the server does not have it
+            if known and self._client.get_run(known).info.lifecycle_stage == "active":
+                self._client.update_run(known, status="RUNNING")
+                self.id = known
+        if not self.id:
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else self._client.create_experiment(experiment)
+            self.id = self._client.create_run(number, run_name=config.run_name).info.run_id
+            values = {key: redacted(str(get(config, key))) for key in OPTIONS}
+            # Some of its databases refuse empty ones.
+            parameters = [Param(key, value) for key, value in values.items() if value]
+            for first in range(0, len(parameters), _MOST_PARAMETERS):
+                some = parameters[first : first + _MOST_PARAMETERS]
+                self._client.log_batch(self.id, params=some)
+        self.place = f"run {self.id} at {mlflow.get_tracking_uri()}"
 
     def log(self, step: int, scalars: Row) -> None:
         from mlflow.entities import Metric
@@ -173,52 +131,16 @@ class MLflow:
             for name, value in scalars.items()
             if isinstance(value, int | float)
         ]
-        self._client.log_batch(self._id, metrics=metrics)
+        self._client.log_batch(self.id, metrics=metrics)
 
     def close(self, *, is_done: bool) -> None:
-        self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
-
-    def _reopen(self, run_id: str) -> bool:
-        """Reopen a run; return false if the server does not have it, or has it as deleted."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            if self._client.get_run(run_id).info.lifecycle_stage != "active":
-                return False
-            self._client.update_run(run_id, status="RUNNING")
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return False
-        return True
-
-    def _create(self, experiment: str, run: TrackedRun) -> str:
-        """Return the id of a new run, which has the configuration as parameters."""
-        from mlflow.entities import Param
-
-        known = self._client.get_experiment_by_name(experiment)
-        number = known.experiment_id if known else self._client.create_experiment(experiment)
-        created = self._client.create_run(number, run_name=run.config.run_name)
-        run_id: str = created.info.run_id
-        values = {key: redacted(str(get(run.config, key))) for key in OPTIONS}
-        # Some of its databases refuse empty ones.
-        parameters = [Param(key, value) for key, value in values.items() if value]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            some = parameters[first : first + _MOST_PARAMETERS]
-            self._client.log_batch(run_id, params=some)
-        return run_id
+        self._client.set_terminated(self.id, "FINISHED" if is_done else "KILLED")
 
 
-def _redacted_tree(value: object) -> object:
-    """Return a configuration without the secrets in its URLs."""
-    if isinstance(value, Mapping):
-        return {key: _redacted_tree(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted_tree(item) for item in value]
-    return redacted(value) if isinstance(value, str) else value
-
-
-TRACKERS: Mapping[str, Callable[[str, TrackedRun], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+TRACKERS: Mapping[str, Callable[[str, Config, Path, str], Tracker]] = {
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
 
 
 def require_trackers(telemetry: TelemetryConfig) -> None:
@@ -235,20 +157,17 @@ class Trackers:
 
     The first error of each is printed. One that cannot be opened is left out; a point that is not
     accepted is lost.
-
-    Args:
-      run: the run to track.
-      print_line: function that prints a line.
     """
 
-    def __init__(self, run: TrackedRun, print_line: Callable[[str], None]):
+    def __init__(self, config: Config, directory: Path, is_resumed: bool, print_line: PrintLine):
         self._print_line = print_line
         self._projects = {
-            name: project for name in TRACKERS if (project := getattr(run.config.telemetry, name))
+            name: project for name in TRACKERS if (project := getattr(config.telemetry, name))
         }
         self._has_failed: set[str] = set()
         self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        run = config, directory, is_resumed
+        self._thread = threading.Thread(target=self._work, args=run, daemon=True)
         if self._projects:
             self._thread.start()
 
@@ -258,10 +177,7 @@ class Trackers:
             self._calls.put(methodcaller("log", step, scalars))
 
     def close(self, *, is_done: bool) -> None:
-        """Wait until everything has been sent, for at most `CLOSE_SECONDS`.
-
-        `is_done` says whether the run has made all of its steps.
-        """
+        """Wait until everything has been sent, for at most `CLOSE_SECONDS`."""
         self._calls.put(methodcaller("close", is_done=is_done))
         self._calls.put(None)
         if not self._projects:
@@ -271,12 +187,19 @@ class Trackers:
             names = " and ".join(f"telemetry.{name}" for name in self._projects)
             self._print_line(f"warning: {names}: not everything was sent in time; {_COMPLETE}")
 
-    def _work(self, run: TrackedRun) -> None:
+    def _work(self, config: Config, directory: Path, is_resumed: bool) -> None:
+        ids: dict[str, str] = {}
+        with suppress(Damaged):
+            ids = read_record(directory / IDS, dict[str, str])
         trackers: dict[str, Tracker] = {}
         for name, project in self._projects.items():
             with self._reporting(name):
-                trackers[name] = TRACKERS[name](project, run)
-                self._print_line(_without_secrets(f"telemetry.{name}: {trackers[name].place}"))
+                key = f"{name} {project}"
+                known = ids.get(key, "") if is_resumed else ""
+                tracker = trackers[name] = TRACKERS[name](project, config, directory, known)
+                ids[key] = tracker.id
+                write_atomically(directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
+                self._print_line(_without_secrets(f"telemetry.{name}: {tracker.place}"))
         while (call := self._calls.get()) is not None:
             for name, tracker in trackers.items():
                 with self._reporting(name):

@@ -1,4 +1,4 @@
-"""Write rows of metrics to `metrics.jsonl` and TensorBoard.
+"""Write rows of metrics to `metrics.jsonl` and TensorBoard, or report once that they cannot be.
 
 `metrics.jsonl` has one JSON object per line and is the record from which runs are compared and
 plotted. A finite number is written with the shortest digits that read back as the same float64, so
@@ -11,11 +11,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record
@@ -28,6 +28,71 @@ NOT_NEEDED = ("torch", "comet_ml")
 Value = float | int | None | list[float]  # a list has a number for each layer, or stage
 Row = Mapping[str, Value]
 CHANGED = "changed"  # in rows about changed keys
+REQUIRED = "telemetry.required"
+
+WriterT = TypeVar("WriterT")
+PrintLine = Callable[[str], None]
+
+
+class TelemetryError(RuntimeError):
+    """Telemetry cannot be written, and `telemetry.required` does not let the run go on without."""
+
+
+def not_written(what: str, error: Exception, is_required: bool, print_line: PrintLine) -> None:
+    """Warn that something cannot be written, or raise `TelemetryError` if it is required."""
+    reason = f"{what} cannot be written: {getattr(error, 'strerror', None) or error}"
+    if is_required:
+        raise TelemetryError(f"{reason} ({REQUIRED})") from error
+    print_line(f"warning: {reason}; training continues; {REQUIRED}=true would end it")
+
+
+class Sink(Generic[WriterT]):
+    """Holds a writer whose first error is printed, or ends the run if `telemetry.required` says so.
+
+    Args:
+      name: name of the file, for messages.
+      tries_again: whether a later write may succeed; otherwise a writer that failed is given up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_writer: Callable[[], WriterT],
+        *,
+        is_required: bool,
+        print_line: PrintLine,
+        tries_again: bool = False,
+    ):
+        self._name = name
+        self._is_required = is_required
+        self._print_line = print_line
+        self._tries_again = tries_again
+        self._has_warned = False
+        self.writer: WriterT | None = None
+        with self._reported():
+            self.writer = open_writer()
+
+    def use(self, action: Callable[[WriterT], None]) -> None:
+        """Call `action` with the writer, if there is one."""
+        if self.writer is not None:
+            with self._reported():
+                action(self.writer)
+
+    def close(self, action: Callable[[WriterT], None]) -> None:
+        """Call `action`, which closes the writer, once."""
+        self.use(action)
+        self.writer = None
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._is_required or not self._has_warned:
+                not_written(self._name, error, self._is_required, self._print_line)
+            self._has_warned = True
+            if not self._tries_again:
+                self.writer = None
 
 
 class MetricsFile:
@@ -42,28 +107,17 @@ class MetricsFile:
     `unsaved_rows`, which replaces the rows after `last_step` when `give_up_later` is called. If an
     earlier start ended before that, the file that it left is removed.
 
-    Args:
-      path: the file; made with its directory if it does not exist.
-      last_step: step of the restored checkpoint, 0 for a new run.
-      keeps_later: whether newer steps are saved; if so their rows are kept for now.
-
-    Raises:
-      OSError: the file cannot be read or written, or is not a regular one; `write` likewise.
-
     Attributes:
       lost_seconds: step time in dropped rows, also in those of a start that had saved nothing; s.
     """
 
     def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self._path, self._last_step = path, last_step
         self._unsaved = unsaved_rows(path)
         given_up = sum(_seconds(row[1]) for row in map(parse_row, _lines(self._unsaved)) if row)
         self._unsaved.unlink(missing_ok=True)
         self._is_apart = keeps_later  # rows of this start are in a file of their own
-        self._is_given_up = False
         self.lost_seconds = given_up + (0.0 if keeps_later else _drop_after(path, last_step))
         self._file = (self._unsaved if keeps_later else path).open("ab", buffering=0)
         self._is_torn = False
@@ -73,19 +127,11 @@ class MetricsFile:
         self._append({key: _finite_or_none(value) for key, value in row.items()})
 
     def write_change(self, step: int, key: str, before: object, now: object) -> None:
-        """Append a row about a key whose value was changed after `step`."""
         self._append({"step": step, CHANGED: key, "before": before, "now": now})
 
     def give_up_later(self) -> None:
-        """Replace the rows after `last_step` with this start's, if they were kept.
-
-        If that fails, the next write tries again.
-        """
-        self._is_given_up = True
-        self._join()
-
-    def _join(self) -> None:
-        if not (self._is_apart and self._is_given_up):
+        """Replace the rows after `last_step` with this start's, if they were kept."""
+        if not self._is_apart:
             return
         self.lost_seconds += _drop_after(self._path, self._last_step, self._unsaved)
         apart, self._file = self._file, self._path.open("ab", buffering=0)
@@ -94,7 +140,6 @@ class MetricsFile:
         self._unsaved.unlink(missing_ok=True)
 
     def _append(self, row: Mapping[str, object]) -> None:
-        self._join()
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._is_torn:
             line = b"\n" + line
@@ -142,7 +187,6 @@ def _drop_after(path: Path, last_step: int, added: Path | None = None) -> float:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the whole lines of a file, with their ends."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [line for line in lines if line.endswith(b"\n")]
 
@@ -176,14 +220,10 @@ def _not_importable(*names: str) -> Iterator[None]:
 
 
 class TensorBoard:
-    """Writes scalars and texts as TensorBoard events.
+    """Writes scalars and texts as TensorBoard events; hides earlier points after `last_step`.
 
     The calling thread writes, so it also gets the errors: tensorboardX's own writer has a thread
     and a queue, and when the thread dies of a full disk, the queue fills and blocks the caller.
-
-    Args:
-      directory: directory of the event files; made if it does not exist.
-      last_step: points that an earlier process wrote after this step are hidden.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -204,7 +244,6 @@ class TensorBoard:
         self.flush()
 
     def write(self, step: int, scalars: Row) -> None:
-        """Write one point for each name that has a finite value."""
         now = time.time()
         for name, value in scalars.items():
             if _finite_or_none(value) is not None:
@@ -219,7 +258,6 @@ class TensorBoard:
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Write all points to the disk."""
         self._file.flush()
         self._flushed = time.monotonic()
 

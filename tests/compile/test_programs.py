@@ -74,7 +74,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys):
     for words, message in {
         "--programs=out --hlo=step.hlo": "--hlo: is for a train step in one program; --programs",
         "--programs=file/out": "--programs: cannot write to file/out: Not a directory",
-        "--programs=out pipeline.memory_limit_gib=1e-4": "no choice of stages fits 0.0001 GiB a",
+        "--programs=out pipeline.memory_limit_gib=1e-4": "fits 0.0001 GiB a device",
     }.items():
         with pytest.raises(SystemExit) as exit_info:
             command.main(last_words([config, *SMALL, *words.split()]))

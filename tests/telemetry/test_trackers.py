@@ -13,8 +13,8 @@ from maxpipe.config import ConfigError, replace
 from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.telemetry import trackers
 from maxpipe.telemetry.recorder import Recorder
-from maxpipe.telemetry.sink import TelemetryError
-from maxpipe.telemetry.trackers import IDS, TrackedRun, Trackers, require_trackers
+from maxpipe.telemetry.trackers import IDS, Trackers, require_trackers
+from maxpipe.telemetry.writers import TelemetryError
 
 ENOUGH = 120.0  # seconds, on a busy machine
 
@@ -118,28 +118,12 @@ def test_wandb_offline_has_the_points_and_no_secrets_and_a_resumed_run_its_id(
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(
-    ("key", "reason"),
-    [
-        ("", "offline without an API key (`wandb login`)"),
-        ("short-key", "offline, since logging in has failed: WANDB_API_KEY invalid: "),
-    ],
-)
-def test_wandb_without_an_account_or_with_a_wrong_key_is_offline_and_says_why(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    key: str,
-    reason: str,
+def test_wandb_without_an_account_is_offline_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
     _record(tmp_path, range(1, 5), wandb="entity/project")
-    out, err = capfd.readouterr()
-    assert reason in out
-    assert "; `wandb sync" in out
-    assert not key or key not in out + err
+    assert "offline without an API key (`wandb login`); `wandb sync" in capfd.readouterr().out
     assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
 
 
@@ -160,6 +144,7 @@ class Tracker:
     """Keeps what it gets; refuses the points of some steps, and waits for `may_go` before each."""
 
     place = "https://me:secret@server"
+    id = "1"
 
     def __init__(self, refused: tuple[int, ...] = ()):
         self.steps: list[int] = []
@@ -179,23 +164,23 @@ class Tracker:
 
 
 def _track(
-    monkeypatch: pytest.MonkeyPatch, open_tracker: Any, num_steps: int = 4
+    monkeypatch: pytest.MonkeyPatch, directory: Path, open_tracker: Any
 ) -> tuple[Trackers, list[str]]:
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", open_tracker)  # type: ignore[arg-type]
     lines: list[str] = []
     config = replace(Config(), **{"telemetry.mlflow": "experiment"})
-    tracking = Trackers(TrackedRun(config, Path(), is_resumed=False), lines.append)
-    for step in range(num_steps):
+    tracking = Trackers(config, directory, False, lines.append)
+    for step in range(4):
         tracking.log(step, {})
     return tracking, lines
 
 
 def test_trackers_get_all_points_in_order_and_the_first_refusal_is_said_once(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "route")
     tracker = Tracker(refused=(1, 2))
-    tracking, lines = _track(monkeypatch, lambda *_: tracker)
+    tracking, lines = _track(monkeypatch, tmp_path, lambda *_: tracker)
     tracking.close(is_done=True)
     assert tracker.steps == [0, 3]
     assert tracker.is_done
@@ -206,18 +191,22 @@ def test_trackers_get_all_points_in_order_and_the_first_refusal_is_said_once(
     ]
 
 
-def test_tracker_that_cannot_be_opened_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracking, lines = _track(monkeypatch, lambda *_: Path("no/server").read_text())
+def test_tracker_that_cannot_be_opened_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking, lines = _track(monkeypatch, tmp_path, lambda *_: Path("no/server").read_text())
     tracking.close(is_done=True)
     (line,) = lines
     assert line.startswith("warning: telemetry.mlflow has failed: FileNotFoundError: ")
 
 
-def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_does_not_wait_for_a_tracker_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     tracker = Tracker()
     tracker.may_go.clear()
-    tracking, lines = _track(monkeypatch, lambda *_: tracker)
+    tracking, lines = _track(monkeypatch, tmp_path, lambda *_: tracker)
     tracking.close(is_done=False)
     warning = "not everything was sent in time; metrics.jsonl has every step"
     assert f"warning: telemetry.mlflow: {warning}" in lines
@@ -225,7 +214,7 @@ def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPa
 
 
 def test_points_of_a_run_without_trackers_are_not_kept() -> None:
-    tracking = Trackers(TrackedRun(Config(), Path(), is_resumed=False), print)
+    tracking = Trackers(Config(), Path(), False, print)
     tracking.log(1, {})
     assert tracking._calls.empty()
 

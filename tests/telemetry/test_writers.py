@@ -1,3 +1,4 @@
+import errno
 import importlib
 import json
 import math
@@ -5,7 +6,7 @@ import math
 import pytest
 
 from maxpipe.telemetry import writers
-from maxpipe.telemetry.writers import MetricsFile, TensorBoard
+from maxpipe.telemetry.writers import MetricsFile, Sink, TelemetryError, TensorBoard
 
 
 def rows(path):
@@ -109,22 +110,6 @@ def test_metrics_file_reopened_without_giving_up_has_the_later_rows(
     assert keeps_later or not (tmp_path / "metrics.unsaved.jsonl").exists()
 
 
-def test_metrics_file_that_cannot_give_rows_up_tries_again_with_the_next_row(
-    tmp_path, gone_back, monkeypatch
-):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writers, "write_atomically", fail)
-    with pytest.raises(OSError, match="No space"):
-        gone_back.give_up_later()
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:3] == BEFORE
-    monkeypatch.undo()
-    gone_back.write({"step": 3, "loss": 2.0})
-    assert [row["loss"] for row in rows(tmp_path / "metrics.jsonl")] == [3.0, 2.25, 2.0]
-    gone_back.close()
-
-
 def test_metrics_file_counts_steps_of_a_start_that_had_saved_nothing_as_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))
@@ -161,3 +146,45 @@ def test_tensorboard_leaves_values_out_that_are_not_finite(tmp_path, caplog):
     assert b"tokens" in content
     assert b"loss" not in content
     assert caplog.text == ""
+
+
+class Full:
+    """A writer that notes what it is asked for, and fails where it is asked for "full"."""
+
+    def __init__(self, *openings):
+        self.asked = []
+        self.write(*openings)
+
+    def write(self, *texts):
+        self.asked += texts
+        if "full" in texts:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("tries_again", [False, True])
+def test_sink_says_its_first_error_and_may_give_up_after_it(tries_again):
+    writer, lines = Full(), []
+    options = {"is_required": False, "print_line": lines.append, "tries_again": tries_again}
+    sink = Sink("the log", lambda: writer, **options)
+    for text in ("a", "full", "full", "b"):
+        sink.use(lambda writer, text=text: writer.write(text))
+    for _ in range(2):
+        sink.close(lambda writer: writer.write("close"))
+    asked = ["a", "full", "full", "b", "close"] if tries_again else ["a", "full"]
+    assert writer.asked == asked
+    reason = "the log cannot be written: No space left on device"
+    assert lines == [f"warning: {reason}; training continues; telemetry.required=true would end it"]
+
+
+@pytest.mark.parametrize("fails_at", ["open", "write", "close"])
+def test_required_sink_raises_whenever_it_fails(fails_at):
+    def text(place):
+        return "full" if place == fails_at else place
+
+    def run():
+        sink = Sink("the log", lambda: Full(text("open")), is_required=True, print_line=pytest.fail)
+        sink.use(lambda writer: writer.write(text("write")))
+        sink.close(lambda writer: writer.write(text("close")))
+
+    with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)$"):
+        run()

@@ -19,12 +19,9 @@ ATTENTION = "attention"
 
 
 class Phase(NamedTuple):
-    """One loop over ticks.
+    """One loop over ticks: the slots that every tick computes, idle or not, such as "FB".
 
-    Attributes:
-      kinds: slots that every tick computes, idle or not, such as "FB".
-      ticks: number of ticks.
-      embeddings, heads, embedding_gradients: numbers of ticks that have such work.
+    `embeddings`, `heads` and `embedding_gradients` are numbers of ticks that have such work.
     """
 
     kinds: str
@@ -35,7 +32,6 @@ class Phase(NamedTuple):
 
 
 def phases_of(plan: LockstepPlan) -> list[Phase]:
-    """Return the phases of a plan, in order."""
     phases = []
     for start, stop in plan.phases:
         phase = plan.ticks(start, stop)
@@ -54,23 +50,14 @@ def phases_of(plan: LockstepPlan) -> list[Phase]:
 
 
 def global_share(config: Config) -> float:
-    """Return the share of a stage's layers that see all tokens; stages wait for the one with most.
-
-    Args:
-      config: resolved configuration of an engine with one program.
-    """
+    """Return the share of a stage's layers that see all tokens; others wait for the largest."""
     layout = build_layout(config)
     layers = _sees_all(config.model)[layout.layer_index[: layout.num_repeats]]  # [V, S, L]
     return float(layers.mean(axis=2).max(axis=1).mean())
 
 
 def chunk_share(model: ModelConfig, layers: np.ndarray) -> float:
-    """Return the share of a chunk's layers that see all tokens.
-
-    Args:
-      model: the resolved model section.
-      layers: indices of the chunk's layers in model order, int [L].
-    """
+    """Return the share of a chunk's layers that see all tokens; `layers` [L] are in model order."""
     return float(_sees_all(model)[layers].mean())
 
 
@@ -88,8 +75,6 @@ def times_taken(
     Args:
       phases: phases of the scheduled engine; empty on others.
       attends_to_all: share of layers that see all tokens, see `global_share` and `chunk_share`.
-      origin: where the conditional comes from.
-      reached: how often a step reaches the conditional.
     """
     if origin.scope == ATTENTION:
         return attends_to_all * reached

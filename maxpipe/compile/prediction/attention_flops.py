@@ -19,19 +19,13 @@ _MASK = re.compile(r"^s(?:8|16|32)\[(\d+(?:,\d+)+)\]")
 
 
 def is_attention(kernel: Instruction) -> bool:
-    """Return whether a kernel is one of splash attention's, by its name."""
     return _NAME.search(kernel.name) is not None
 
 
 def attention_flops(computation: Computation, kernel: Instruction) -> float | None:
     """Return the FLOPs of the blocks of scores that a kernel visits.
 
-    Args:
-      computation: the computation that holds the kernel and its operands.
-      kernel: a kernel for which `is_attention` holds.
-
-    Returns:
-      None if its operands are not queries, keys and values.
+    None if its operands are not queries, keys and values.
     """
     named = _NAME.search(kernel.name)
     types = [

@@ -38,7 +38,6 @@ class Constants:
     dcn_bandwidth: float | None
 
     def text(self, crosses_slices: bool) -> str:
-        """Return the constants in words, with the network's only if there are several slices."""
         dcn = ""
         if crosses_slices and self.dcn_bandwidth:
             dcn = f", DCN {self.dcn_bandwidth / 1e9:.3g} GB/s"
@@ -50,7 +49,6 @@ class Constants:
 
 
 def constants_of(chip: Chip, devices_per_chip: int = 1) -> Constants | None:
-    """Return the constants of a device of a chip; None if the clock is unknown."""
     if chip.products_per_cycle is None:
         return None
     peak = chip.peak_flops["bfloat16"]
@@ -67,5 +65,4 @@ def constants_of(chip: Chip, devices_per_chip: int = 1) -> Constants | None:
 
 
 def compiler_version() -> str:
-    """Return the version of libtpu whose estimates these are, such as "0.0.46"."""
     return importlib.metadata.version("libtpu")

@@ -28,8 +28,6 @@ _INDEX_BYTES = 64  # operands of a slice up to this size say where it begins
 
 
 class Part(StrEnum):
-    """What the time of an operation is reported as."""
-
     MATRIX_PRODUCTS = "matrix products"
     ATTENTION = "attention kernels"
     LOOP_FUSIONS = "loop fusions"
@@ -41,10 +39,8 @@ class Price(NamedTuple):
     """What an operation costs.
 
     Attributes:
-      part: what it counts as.
       seconds: how long it takes; None if that is unknown.
       collective: HLO name of the collective, such as "all-gather"; "" for other operations.
-      axes: mesh axes of the collective, such as "fsdp".
       is_estimated: whether the seconds are the compiler's estimate.
       is_guess: whether they are only its bytes over the memory's bandwidth, without an estimate.
       links: the links that the collective sends over, or the memory that a copy passes through; ""
@@ -81,14 +77,7 @@ _NO_WORK = {
 
 
 class Prices:
-    """Prices the instructions of one program.
-
-    Args:
-      module: the program of one device.
-      mesh: the mesh that it was compiled for.
-      chip: the chip of the mesh's devices.
-      constants: what is assumed of a device.
-    """
+    """Prices the instructions of one program."""
 
     def __init__(self, module: Module, mesh: Mesh, chip: Chip, constants: Constants):
         self._module = module

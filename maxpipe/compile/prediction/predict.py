@@ -39,18 +39,7 @@ def is_predictable(mesh: Mesh) -> bool:
 def predict(
     config: Config, mesh: Mesh, chip: Chip, hlo: str, model_flops: float
 ) -> tuple[Prediction, Timeline]:
-    """Predict the step of a compiled program.
-
-    Args:
-      config: the resolved configuration.
-      mesh: the mesh that the program was compiled for.
-      chip: the chip of the mesh's devices.
-      hlo: optimized and scheduled text of one device's program.
-      model_flops: model FLOPs of a step over all devices.
-
-    Returns:
-      The prediction, and the timeline that it sums up.
-    """
+    """Predict the step of a compiled program; return the prediction and the timeline it sums up."""
     engine = ENGINES[config.pipeline.engine]
     table = build_table(config) if engine.has_stages else None
     phases = phases_of(lockstep_plan(table)) if table and engine.lockstep else []
@@ -73,7 +62,6 @@ def predict(
 
 
 def prediction_of(timeline: Timeline, basis: Basis) -> Prediction:
-    """Return the sums of a timeline."""
     unknown = unknowns(timeline)
     return Prediction(
         seconds=None if unknown else timeline.seconds,
@@ -86,7 +74,6 @@ def prediction_of(timeline: Timeline, basis: Basis) -> Prediction:
 
 
 def basis_of(mesh: Mesh, chip: Chip) -> Basis:
-    """Return what a prediction for the devices of a mesh rests on."""
     devices = mesh.devices.reshape(-1).tolist()
     constants = constants_of(chip, devices_per_chip(devices))
     return Basis(compiler_version(), constants, len(set(map(slice_of, devices))) > 1)
@@ -120,7 +107,6 @@ def speed_of(
 
 
 def parts_of(timeline: Timeline) -> dict[Part, float]:
-    """Return the seconds of a step by part."""
     parts = dict.fromkeys(Part, 0.0)
     for spent in timeline.spent:
         parts[spent.price.part] += spent.total
@@ -165,12 +151,7 @@ def unknowns(timeline: Timeline) -> list[str]:
 
 
 def phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]:
-    """Return the seconds of each phase, in the order in which they run.
-
-    Args:
-      timeline: the timeline of a step.
-      phases: phases of the scheduled engine; empty on others.
-    """
+    """Return the seconds of each phase, in the order in which they run."""
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
         seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total

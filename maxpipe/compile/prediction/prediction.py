@@ -11,8 +11,6 @@ from maxpipe.compile.prediction.unit_times import UnitSeconds
 
 
 class CollectiveTime(NamedTuple):
-    """Seconds of a step in which computation waits for collectives of one kind and axis."""
-
     kind: str
     axes: str
     seconds: float
@@ -37,27 +35,18 @@ class PhaseTime(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """What a prediction rests on.
-
-    Attributes:
-      libtpu: version of the compiler whose estimates these are.
-      constants: what is assumed of the device; None if the chip's clock is unknown.
-      crosses_slices: whether the devices are in several slices.
-    """
+    """What a prediction rests on; without constants, the clock of the chip is unknown."""
 
     libtpu: str
     constants: Constants | None
     crosses_slices: bool = False
 
     def text(self) -> str:
-        """Return the basis in words."""
         constants = f"; {self.constants.text(self.crosses_slices)}" if self.constants else ""
         return f"libtpu {self.libtpu}'s cycle estimates{constants}"
 
 
 class Speed(NamedTuple):
-    """Tokens per second of a chip, and model FLOPs utilisation."""
-
     tokens_per_second: float
     mfu: float
 
@@ -68,16 +57,12 @@ class Prediction:
 
     Attributes:
       seconds: time of a step; None if something that matters cannot be priced.
-      basis: what it rests on.
       parts: seconds by part; they add up to what could be priced.
       collectives: exposed seconds, the slowest first; they add up to one of the parts.
       bubble: seconds of idle slots.
       has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
       leaves_out: what a step also runs but neither seconds nor parts include, in words.
-      conditionals: all conditionals, and how often they are taken.
-      phases: times of the phases, in order.
       units: times of a chunk's units; None if there are none, or they cannot be told apart.
-      speed: speed of the step; None if its seconds are unknown.
       unknown: what cannot be priced, in words.
       guessed: seconds in the parts that are priced by bytes, for lack of a compiler's estimate.
     """

@@ -29,15 +29,12 @@ class Row(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A rectangle of a timeline.
+    """A rectangle of a timeline, in seconds since its start.
 
     Attributes:
       lane: `COMPUTATION`, `Part.COPIES`, or a collective with its axes, such as "all-gather fsdp".
       kind: a `Part`, `WAIT`, `CONDITIONAL` or `LOOP`.
-      name: name of the operation.
-      start, end: seconds since the timeline's start.
-      source: line of code; "" if unknown.
-      scope: part of the model; "" if unknown.
+      source, scope: line of code and part of the model; "" if unknown.
     """
 
     lane: str
@@ -52,10 +49,7 @@ class Span(NamedTuple):
 def table(timeline: Timeline, name_of: Callable[[Spent], str], limit: int = 0) -> list[Row]:
     """Return the time of a step by some property of its operations, the largest first.
 
-    Args:
-      timeline: the timeline of a step.
-      name_of: function that returns an operation's property; "" for none.
-      limit: the most rows, 0 for all; the rest is summed up in one more row.
+    Of more than `limit` rows, unless it is 0, the rest is summed up in one more row.
     """
     totals: dict[str, dict[Part, float]] = {}
     for spent in timeline.spent:
@@ -79,15 +73,10 @@ def operation_name(spent: Spent) -> str:
 def spans(
     timeline: Timeline, computation: str, start: float = 0.0, opens_loops: bool = True
 ) -> Iterator[Span]:
-    """Yield what runs in a computation.
+    """Yield what runs in a computation, which begins at `start`.
 
-    A conditional that is not always taken is one span of its expected length.
-
-    Args:
-      timeline: the timeline of a step.
-      computation: name of the computation.
-      start: when it begins, in seconds.
-      opens_loops: whether to yield what runs inside loops; else each loop is one span.
+    A conditional that is not always taken is one span of its expected length; so is a loop unless
+    `opens_loops`.
     """
     for event in timeline.events[computation]:
         if event.inside and (event.times == 1 or (event.times > 1 and opens_loops)):

@@ -41,11 +41,6 @@ def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
     """Return a page with a step's time by phase, scope, source line and operation, and timelines.
 
     The first timeline is the whole step, with a span for each loop; iterations of loops follow.
-
-    Args:
-      prediction: the predicted step; its lines stand at the top.
-      timeline: the timeline that it sums up.
-      title: title of the page: the configuration and its devices.
     """
     tables = (
         ("By part of the step", table(timeline, lambda spent: spent.place.phase)),

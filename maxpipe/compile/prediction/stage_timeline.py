@@ -26,17 +26,11 @@ def predict_stages(
     What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
     time alone. All stages update their parameters when the last one has its gradients, since they
     need the norm of all; that counts as loop fusions priced by bytes. The start of the step is
-    not included.
+    not included. Parts, guessed seconds and bubble are means of all stages.
 
     Args:
-      table: the schedule, a free-running table.
-      timelines: timelines of the units' programs, and of programs that run once a step.
-      basis: what the timelines rest on.
       communication: seconds to send a unit's result to a neighbouring stage.
       updates: seconds of the optimizer's update of each stage.
-
-    Returns:
-      The prediction without its speed; parts, guessed seconds and bubble are means of all stages.
     """
     run = simulate(table, unit_costs(table, timelines, communication))
     once = np.zeros(table.num_stages)

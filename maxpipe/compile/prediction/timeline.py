@@ -26,12 +26,9 @@ class Place(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What an operation adds to a step.
+    """What an operation adds to a step; of a transfer, its start has the facts.
 
-    Attributes:
-      name, price, origin: facts of the operation; for a transfer, of its start.
-      place: where it stands.
-      seconds: time in each run: of a whole computation, or of the wait for a transfer.
+    `seconds` are those of each run: of a whole computation, or of the wait for a transfer.
     """
 
     name: str
@@ -49,7 +46,7 @@ class Event(NamedTuple):
     """What runs from `start` to `end`, in seconds after a computation has begun.
 
     Attributes:
-      name, price, origin: as in `Spent`; `price` is None for a loop or a conditional.
+      price: None for a loop or a conditional.
       inside: name of the computation that a loop or a conditional runs.
       times: how often it runs in succession; less than 1 for a conditional that is not always
         taken.
@@ -68,14 +65,7 @@ class Event(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop that no other loop contains.
-
-    Attributes:
-      phase: label of its phase.
-      body: name of the computation that it repeats.
-      iterations: number of iterations in a step.
-      seconds: time of one iteration.
-    """
+    """A loop that no other loop contains, and the seconds of one iteration."""
 
     phase: str
     body: str
@@ -84,14 +74,7 @@ class Loop(NamedTuple):
 
 
 class Conditional(NamedTuple):
-    """A conditional, and how often it does its work.
-
-    Attributes:
-      scope: what it belongs to, such as "head".
-      phase: label of the phase in which it stands.
-      reached, taken: how often in a step.
-      seconds: time of the branch with the work.
-    """
+    """A conditional, how often a step reaches it and does its work, and the time of that branch."""
 
     scope: str
     phase: str
@@ -105,11 +88,7 @@ class Timeline:
     """A program that has been walked through.
 
     Attributes:
-      entry: name of the entry computation.
       seconds: time of the entry computation.
-      spent: what each operation adds.
-      loops: outermost loops, in order.
-      conditionals: all conditionals.
       events: events of each computation that was walked, by its name.
       unknown_loops: names of loops whose trip count is unknown, counted once.
       unpriced: why nothing could be priced, and the rest is empty; "" otherwise.

@@ -15,10 +15,8 @@ from maxpipe.plan.simulate import Costs
 class UnitSeconds:
     """Seconds of one unit: one chunk of layers and one microbatch; None for what does not run.
 
-    Attributes:
-      forward, backward, input_gradient, weight_gradient: seconds of an F, B, I and W.
-      head: seconds of one microbatch's loss and gradient if one stage computed them alone.
-      repeats: number of chunks of a stage.
+    `head` is one microbatch's loss and gradient if one stage computed them alone; `repeats` is the
+    number of chunks of a stage.
     """
 
     forward: float
@@ -53,15 +51,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     """Return the times of units on the scheduled or the circular engine.
 
     A tick of the scheduled engine takes the sum of its slots. The ticks of its phases, without
-    the conditionals of embedding and head, tell the slots apart.
-
-    Args:
-      timeline: the timeline of a step.
-      table: the schedule.
-      phases: phases of the scheduled engine; empty on the circular one.
-
-    Returns:
-      None if phases or loops do not tell the kinds of units apart.
+    the conditionals of embedding and head, tell the slots apart. None if phases or loops do not.
     """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
@@ -109,9 +99,8 @@ def _iteration_seconds(loops: Sequence[Loop]) -> dict[str, float] | None:
 def _slot_seconds(phases: Sequence[Phase], seconds: Sequence[float]) -> dict[str, float] | None:
     """Solve for the times of slots by kind; phases with more ticks count more.
 
-    Returns:
-      None if the phases do not tell the kinds apart: also where a phase with more slots than
-      another takes less, so that the time of one would be negative.
+    None if the phases do not tell the kinds apart: also where a phase with more slots than
+    another takes less, so that the time of one would be negative.
     """
     kinds = sorted({kind for phase in phases for kind in phase.kinds})
     ticks = np.array([phase.ticks for phase in phases], float)

@@ -31,14 +31,12 @@ TimesTaken = Callable[[Origin, float], float]
 
 
 def every_time(origin: Origin, reached: float) -> float:
-    """Return `reached`: a conditional does its work each time."""
     return reached
 
 
 def walk(
     module: Module, prices: Prices, origins: Origins, times_taken: TimesTaken = every_time
 ) -> Timeline:
-    """Walk through the entry computation of a module and return its timeline."""
     walker = _Walker(module, prices, origins, times_taken)
     entry = module.computations[module.entry]
     walker.timeline.entry = module.entry
