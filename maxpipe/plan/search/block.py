@@ -202,12 +202,14 @@ class BlockSizes:
         rows = np.ceil(self.outside / (self.stages * self.layers)) * self.layers
         return StageParameters(parameters, self.repeats * self.layers, rows, self.outside)
 
-    def lockstep_share(self) -> Number:
-        """Return the share of a microbatch that a stage has in layers outside the pipeline.
+    def share_of_outside(self) -> Number:
+        """Return a device's share of a microbatch's work in layers outside the pipeline.
 
-        Stages of a lockstep engine divide its sequences, each of which is on one stage, and pad
-        them to equal numbers.
+        One program divides it among the stages; lockstep engines by whole sequences, padded to
+        equal numbers.
         """
+        if not self.engine.lockstep:
+            return 1.0 / self.stages if self.engine.one_program else 1.0
         rows = np.floor(self.rows)
         return np.ceil(rows / self.stages) / rows
 

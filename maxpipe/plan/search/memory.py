@@ -76,9 +76,9 @@ def program_memory(sizes: BlockSizes) -> Memory[Number]:
     config, column = sizes.config, sizes.tokens * sizes.itemsize
     held = weights_held(sizes)
     # Stages of a lockstep engine divide layers outside the pipeline, and the head.
-    share = sizes.lockstep_share() if sizes.engine.lockstep else 1.0
-    head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    unit, head = column * working_columns(sizes, share), logits_work(sizes, head_tokens)
+    lockstep = sizes.engine.lockstep
+    share, heads = (sizes.share_of_outside(), sizes.stages) if lockstep else (1.0, 1)
+    unit, head = column * working_columns(sizes, share), logits_work(sizes, sizes.tokens / heads)
     # The head has done its work before the backward of a layer begins.
     layers_are_more = unit + held.unit >= head + held.head
     # Late gradients take the place of residuals.
@@ -135,7 +135,7 @@ def _store(sizes: BlockSizes) -> _Store:
         residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
         # Each store has a slot more, for scratch: two for activations and gradients.
         stashes = stash + np.greater(stash, 0)
-        return _Store(residuals + 1, arrivals + 2, stashes, sizes.lockstep_share())
+        return _Store(residuals + 1, arrivals + 2, stashes, sizes.share_of_outside())
     delay = sizes.config.pipeline.forwarding_delay
     iterations = sizes.microbatches * sizes.repeats + delay * (sizes.stages - 1)
     # The circular engine keeps a unit of every iteration, and the conveyor of inputs and outputs

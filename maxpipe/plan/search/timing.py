@@ -1,11 +1,7 @@
 """Compute the step of a block's candidates: units, transfers, and how the schedule runs them.
 
-Units are a layer's forward and backward, and the head. Attention is priced by what the kernel that
-a run chooses on the devices computes. A flash attention kernel skips masked blocks of scores, and
-holds no scores in memory. Two matrix products with all scores between them skip nothing.
-
-Letters: F, I, W times of a chunk's forward, input gradient and weight gradient; S stages,
-V repeats, M microbatches.
+Units are a layer's forward and backward, and the head. Letters: F, I, W times of a chunk's forward,
+input gradient and weight gradient; S stages, V repeats, M microbatches.
 """
 
 from typing import NamedTuple
@@ -30,14 +26,18 @@ _SCORES_BACKWARD = 3.0
 # Bytes that move through a device's memory per logit between the products of the head: by XLA's
 # estimates of 2048 x 151936 logits, 14 on v5p and 17 on v5e.
 _LOGIT_BYTES = 16
+# How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
+# qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.
+_ROW_PASSES, _ROW_GRADIENT_PASSES = 1.5, 3.5
 
 
 def _attention(sizes: BlockSizes, machine: Machine, layer: LayerCosts) -> tuple[Number, Number]:
     """Return the seconds of a layer's attention for one microbatch: in F, and of its gradients.
 
-    A kernel that holds scores computes masked ones, too, by matrix products, and moves them through
-    memory. Scores that are recomputed though their product's result is saved are included; nothing
-    else that a policy recomputes is.
+    A flash attention kernel skips masked blocks of scores, and holds none in memory. A kernel that
+    holds them computes masked ones, too, by matrix products, and moves them through memory. Scores
+    that are recomputed though their product's result is saved are included; nothing else that a
+    policy recomputes is.
     """
     if not layer.scores:
         length = sizes.config.data.sequence_length
@@ -55,14 +55,7 @@ def _attention(sizes: BlockSizes, machine: Machine, layer: LayerCosts) -> tuple[
 
 
 class Units(NamedTuple):
-    """Seconds of one layer for one microbatch.
-
-    Attributes:
-      forward: F.
-      input_gradient: I, with what it computes again.
-      weight_gradient: W.
-      head: logits, loss and their gradients.
-    """
+    """Seconds of one layer for one microbatch; I includes what it computes again."""
 
     forward: Number
     input_gradient: Number
@@ -75,10 +68,8 @@ class Units(NamedTuple):
 
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
-    again = computes_cheap_again(sizes, machine.tpu)
-    layer = _layer(
-        sizes, machine, sizes.facts, sizes.saving.recomputed, again, sizes.saving.residuals
-    )
+    again, saving = computes_cheap_again(sizes, machine.tpu), sizes.saving
+    layer = _layer(sizes, machine, sizes.facts, saving.recomputed, again, saving.residuals)
     return layer._replace(head=_head(sizes, machine))
 
 
@@ -98,8 +89,7 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
     """Return the time of logits, loss and their gradients for one microbatch.
 
-    In a pipeline of one program each stage has a share: of every microbatch's tokens on a lockstep
-    engine, otherwise of the microbatches.
+    In a pipeline of one program each stage has a share.
     """
     engine, size, tiles = sizes.engine, sizes.itemsize, sizes.tiles
     count = sizes.parameters.projection  # the table, where embeddings are tied
@@ -144,17 +134,16 @@ def _layer(
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     traffic = layer_traffic(sizes, machine, parameters, layer, stored)
-    forward = products + attention + between + traffic.keys + traffic.rows
-    backward = (2 + again) * between + attention_backward + traffic.keys + traffic.row_gradients
+    forward = products + attention + between + traffic.keys + _ROW_PASSES * traffic.rows
+    backward = (2 + again) * between + attention_backward + traffic.keys
+    backward += _ROW_GRADIENT_PASSES * traffic.rows + recomputed * forward
+    # The operation that makes what a store holds writes it there; its reader gets a copy.
+    read, stashed = 2 * traffic.residuals, traffic.stash
+    written_gradients = np.maximum(products, written)
     return Units(
-        forward=forward + traffic.written + traffic.forward,
-        input_gradient=products
-        + backward
-        + recomputed * forward
-        + traffic.read
-        + traffic.stashed
-        + traffic.backward,
-        weight_gradient=np.maximum(products, written) + traffic.unstashed + traffic.gradients,
+        forward=forward + traffic.residuals + traffic.forward,
+        input_gradient=products + backward + read + stashed + traffic.backward,
+        weight_gradient=written_gradients + 2 * stashed + traffic.gradients,
         head=0.0,
     )
 
@@ -163,48 +152,40 @@ class Waits(NamedTuple):
     """Seconds of transfers of one layer or one microbatch, as if nothing hid them.
 
     Attributes:
-      gather: gather of a layer's weights.
-      scatter: sum of a layer's gradients over the devices that share its weights.
+      gather, scatter: of a layer's weights, and of its gradients over devices that share them.
+      outer: gathers and sums of embedding and head, once.
       forward, backward: transfers of activations in a layer, which the next product waits for.
       gradient: sum of a layer's gradients over copies of its weights, where every unit has one.
-      permute: transfer of activations to the next stage.
       reduction: sum of the other gradients over copies of the parameters, once a step.
-      outer: gathers and sums of embedding and head, once.
+      permute: transfer of activations to the next stage.
     """
 
     gather: Number
     scatter: Number
+    outer: Number
     forward: Number
     backward: Number
     gradient: Number
-    permute: Number
     reduction: Number
-    outer: Number
+    permute: Number
 
 
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     costs = link_costs(machine, sizes.block.grid)
-    gather, scatter, outer = _weight_waits(sizes, costs)
-    forward, backward = _activation_waits(sizes, costs)
-    gradient, reduction = _gradient_waits(sizes, costs)
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     return Waits(
-        gather=gather,
-        scatter=scatter,
-        forward=forward,
-        backward=backward,
-        gradient=gradient,
+        *_weight_waits(sizes, costs),
+        *_activation_waits(sizes, costs),
+        *_gradient_waits(sizes, costs),
         permute=activations * costs.permute,
-        reduction=reduction,
-        outer=outer,
     )
 
 
 def _weight_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Number, Number]:
     """Return the seconds to gather a layer, to scatter its gradients, and both for the ends.
 
-    The ends are embedding and head. Both take all links along fsdp and stage, or along fsdp where
-    each lies on one stage.
+    Embedding and head take all links along fsdp and stage, or along fsdp where each lies on one
+    stage.
     """
     parameters, at_rest = sizes.parameters, sizes.parameters.ends_at_rest
     # The network between slices is no further link.
@@ -252,8 +233,8 @@ def _activation_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Numb
 def _gradient_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Number]:
     """Return the seconds to sum a layer's gradients over copies in a unit, and others in a step.
 
-    Copies are on devices with the same weights and other tokens. Where autodiff makes units sum the
-    gradients of layers, only those of embedding and head remain for the step.
+    Where autodiff makes units sum the gradients of layers, only those of embedding and head remain
+    for the step.
     """
     parameters, by_autodiff = sizes.parameters, _by_autodiff(sizes)
     of_copies = costs.of_sum("data", "context")
@@ -299,10 +280,7 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
 def _exposed(transfer: Number, last: Number, compute: Number) -> Number:
     """Return the seconds that computation does not hide of transfers that run during it.
 
-    Args:
-      transfer: seconds of all of a unit's transfers.
-      last: the part of them that comes after all computation.
-      compute: seconds of the unit's computation.
+    `last` is the part of the transfers that comes after all computation.
     """
     return last + np.maximum(np.subtract(transfer - last, compute), 0.0)
 
@@ -313,7 +291,7 @@ def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
     outside = sizes.outside * units.layer + first_layers(sizes, machine)
-    outside = outside * _share_of_outside(sizes)
+    outside = outside * sizes.share_of_outside()
     products = count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
     bubble = _bubble(sizes, units, waits)
     if sizes.engine.has_stages and not sizes.engine.one_program:
@@ -323,41 +301,24 @@ def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     return Seconds(products, _communication(sizes, units, waits), bubble)
 
 
-def _share_of_outside(sizes: BlockSizes) -> Number:
-    """Return a device's share of the work of layers outside the pipeline.
-
-    One program divides it among the stages, lockstep engines by whole sequences.
-    """
-    if not sizes.engine.one_program:
-        return 1.0
-    if not sizes.engine.lockstep:
-        return 1.0 / sizes.stages
-    return sizes.lockstep_share()
-
-
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds that a step waits for transfers, without those of idle slots."""
-    forward, backward = unit_waits(sizes, units, waits)
-    chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.stacked_layers
-    per_unit = sizes.microbatches * chunks * (forward + backward)
-    of_stage = chunks * sizes.layers * (waits.gather + waits.scatter)
-    gathered = sizes.gathers("once") * of_stage if sizes.engine.has_stages else 0.0
-    if sizes.engine.has_stages:
-        # A repeat's weights are gathered during the one before.
-        gathered = gathered + sizes.gathers("per_repeat") * of_stage / chunks
-    transfers: Number = 0.0
-    if sizes.engine.has_stages:
-        transfers = sizes.of_pattern("transfers") * waits.permute
-    if sizes.engine.lockstep:
-        transfers = transfers + _late_transfers(sizes, units, waits)
+    engine, count = sizes.engine, sizes.microbatches
+    chunks = sizes.repeats if engine.has_stages else sizes.config.model.stacked_layers
+    seconds = count * chunks * sum(unit_waits(sizes, units, waits)) + waits.reduction
     # Embedding and head are gathered for every microbatch, or once by mode or with a conveyor.
-    times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
-    if sizes.engine.has_stages and not sizes.engine.is_differentiated:
+    times: Number = 1.0 if engine.is_differentiated else count
+    if engine.has_stages:
+        # A repeat's weights are gathered during the one before.
+        whole = sizes.gathers("once") + sizes.gathers("per_repeat") / chunks
+        seconds = seconds + whole * chunks * sizes.layers * (waits.gather + waits.scatter)
+        seconds = seconds + sizes.of_pattern("transfers") * waits.permute
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
-    once = waits.reduction + times * waits.outer
+    if engine.lockstep:
+        seconds = seconds + _late_transfers(sizes, units, waits)
     # In layers outside the pipeline activations travel as in others, for a device's share of them.
-    in_outside = sizes.outside * _share_of_outside(sizes) * (waits.forward + waits.backward)
-    return per_unit + gathered + transfers + once + sizes.microbatches * in_outside
+    outside = sizes.outside * sizes.share_of_outside() * (waits.forward + waits.backward)
+    return seconds + times * waits.outer + count * outside
 
 
 def _late_transfers(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
@@ -367,10 +328,9 @@ def _late_transfers(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     forwarding both have a whole tick.
     """
     forward = sizes.layers * units.forward
-    backward = sizes.layers * (units.input_gradient + units.weight_gradient)
-    times = [forward, backward]
+    times = [forward, sizes.layers * units.layer - forward]
     if sizes.config.pipeline.forwarding_delay > 1:
-        times = 2 * [forward + backward]
+        times = 2 * [sizes.layers * units.layer]
     late = sum(np.maximum(waits.permute - time, 0.0) for time in times)
     return sizes.microbatches * sizes.repeats * late
 

@@ -19,76 +19,52 @@ from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.memory import kept_columns
 
-# How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
-# qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.
-_ROW_PASSES, _ROW_GRADIENT_PASSES = 1.5, 3.5
-
 
 class Traffic(NamedTuple):
     """Seconds of one layer for one microbatch.
 
     Attributes:
-      written, read: residuals, by F to a store and by the backward from it.
-      stashed, unstashed: what a weight gradient needs, by I to a store and by W from it.
+      residuals: what F writes to a store; the backward's copy takes as long twice.
+      stash: what a weight gradient needs, written by I; W's copy takes as long twice.
       forward, backward: weights that a unit casts, copies and gathers for itself.
       keys: keys and values of whole sequences, which their owners send in another order.
-      rows, row_gradients: rows of experts and their results, brought into order by F and by the
-        backward.
+      rows: rows of experts and their results, moved once.
       gradients: sums of weight gradients.
     """
 
-    written: Number
-    read: Number
-    stashed: Number
-    unstashed: Number
+    residuals: Number
+    stash: Number
     forward: Number
     backward: Number
     keys: Number
     rows: Number
-    row_gradients: Number
     gradients: Number
 
 
 def layer_traffic(
     sizes: BlockSizes, machine: Machine, parameters: Parameters, layer: LayerCosts, stored: Number
 ) -> Traffic:
-    """Return what a layer of a model moves.
+    """Return what a layer of a model with these parameters moves.
 
-    Args:
-      parameters: the model's parameters on a device.
-      stored: width of the residuals that go to a store.
+    `stored` is the width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)
+    column = sizes.itemsize * sizes.tokens / rate
     # Programs of their own hand residuals over, and unrolled layers keep no stores.
     has_stores = sizes.engine.one_program and not sizes.is_unrolled
-    each = has_stores * residual_seconds(sizes, machine, stored)
-    stash = (
-        has_stores * sizes.splits_backward * residual_seconds(sizes, machine, sizes.saving.stash)
-    )
     forward, backward = _weights(sizes, machine, parameters, layer)
     copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")
-    sequence = sizes.itemsize * sizes.tokens * context * layer.key_values * (context > 1)
-    rows = residual_seconds(sizes, machine, layer.rows)
     return Traffic(
-        # The operation that makes residuals writes them to the store; their reader gets a copy.
-        written=each,
-        read=2 * each,
-        stashed=stash,
-        unstashed=2 * stash,
+        residuals=has_stores * column * stored,
+        stash=has_stores * sizes.splits_backward * column * sizes.saving.stash,
         forward=forward + copied,
         backward=backward + copied,
         # Once to the order of tokens and once to that of the kernel, each read and written.
-        keys=2 * 2 * sequence / rate,
-        rows=_ROW_PASSES * rows,
-        row_gradients=_ROW_GRADIENT_PASSES * rows,
+        keys=2 * 2 * column * context * layer.key_values * (context > 1),
+        rows=column * layer.rows,
         gradients=_gradients(sizes, parameters, layer) / machine.stream_rate(FLOAT32),
     )
-
-
-def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Number:
-    """Return the seconds to write or read a layer's residuals of width `stored`."""
-    return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
 
 
 def _weights(
