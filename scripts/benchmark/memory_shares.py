@@ -2,7 +2,7 @@
 
 python scripts/benchmark/memory_shares.py v5p:2x2x1
 
-`devices.chips` holds the figures of Adam, SwiGLU and zeros. Needs libtpu and no TPU.
+`devices.chips` holds the figures of Adam and SwiGLU. Needs libtpu and no TPU.
 """
 
 import argparse
@@ -56,8 +56,6 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 PROGRAMS = (
     Program("Adam, float32", adam, (FLOAT32,) * 4, 28),
     Program("SwiGLU, bfloat16", swiglu, (BFLOAT16,) * 2, 6),
-    Program("zeros, float32", lambda: jnp.zeros((SIDE, SIDE), FLOAT32), (), 4),
-    Program("zeros, bfloat16", lambda: jnp.zeros((SIDE, SIDE), BFLOAT16), (), 2),
 )
 
 

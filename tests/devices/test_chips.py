@@ -50,7 +50,7 @@ def test_units_are_consistent():
             assert 0.9e9 < clock < 2e9, chip
         assert chip.matrix_efficiency is None or 0.5 < chip.matrix_efficiency < 1, chip
         shares = chip.memory_shares
-        assert 0 < shares.zeros <= shares.bfloat16 <= shares.float32 <= 1, chip
+        assert 0 < shares.bfloat16 <= shares.float32 <= 1, chip
 
 
 def test_chips_without_units_for_fp8_are_said_to_be_slower_with_it():

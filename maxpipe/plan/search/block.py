@@ -35,12 +35,11 @@ class Block:
     """Candidates that share a mesh, an engine, a schedule and a batch.
 
     Attributes:
-      grid, engine, schedule, batch: what they share; `batch` is in sequences.
-      scans: whether all layers run in a loop; shared, too.
-      policies, gathers: the values that are tried.
-      microbatches, repeats, tiles: int [N].
+      batch: in sequences.
+      scans: whether all layers run in a loop.
+      policies, gathers: the values that are tried; `policy` and `gather` are places in them.
+      microbatches, repeats, policy, gather, tiles: int [N].
       chunk, outside: int [N], layers of a chunk, 0 if there are too few, and outside the pipeline.
-      policy, gather: int [N], places in `policies` and `gathers`.
     """
 
     grid: Grid
@@ -86,10 +85,8 @@ def block_of(
         range(len(gathers)),
         [int(str(n)) for n in space.values("model.logit_tiles", engine)],
     )
-    microbatches, v, policy, gather, tiles = (
-        column.reshape(-1)
-        for column in np.meshgrid(*(np.array(c, int) for c in columns), indexing="ij")
-    )
+    grids = np.meshgrid(*(np.array(c, int) for c in columns), indexing="ij")
+    microbatches, v, policy, gather, tiles = (column.reshape(-1) for column in grids)
     return Block(
         grid=grid,
         engine=engine,
@@ -116,11 +113,8 @@ def has_closed_form(config: Config) -> bool:
 
 def block_of_configuration(config: Config) -> Block:
     """Return a resolved configuration for which `has_closed_form` is true as a block of one."""
-    pipeline = config.pipeline
-    ici, dcn = (
-        tuple(getattr(level, axis) for axis in MESH_AXES)
-        for level in (config.mesh.ici, config.mesh.dcn)
-    )
+    pipeline, mesh = config.pipeline, config.mesh
+    ici, dcn = (tuple(getattr(level, a) for a in MESH_AXES) for level in (mesh.ici, mesh.dcn))
     chunk, outside = _layers_of(config)
     is_undecided = pipeline.fsdp_gather == "auto"
     return Block(

@@ -86,11 +86,6 @@ class Machine:
         """Return the FLOP/s of attention kernels."""
         return self.peak * ATTENTION_EFFICIENCY
 
-    @property
-    def zeros_rate(self) -> float:
-        """Return how many values a device fills with zeros in a second."""
-        return self.chip.memory_shares.zeros * self.hbm / 4
-
     def stream_rate(self, size: float) -> float:
         """Return the bytes/s that a device moves, for values of `size` bytes."""
         shares = self.chip.memory_shares

@@ -4,11 +4,9 @@ One program runs all stages, or each stage is a program, on the mpmd engine. The
 parameters, optimizer state and sums of gradients; what the schedule keeps in flight on the stage,
 more on earlier stages; and what the largest unit works with, gathered weights included. Offloaded
 residuals take memory of the device while they are used, and those of one unit more while they are
-copied to the host or back. It leaves out what the compiler adds for its programs and loses between
-buffers. Compared with programs that libtpu 0.0.42.1 compiled for v5e (three layers a stage, width
-1024, bfloat16), the estimate of what an I hands to its W is 3 % low. That of what a B works with is
-2 % high with rematerialisation `full`; with `minimal`, where it is a tenth of the stage's memory,
-45 % low.
+copied to the host or back. What the compiler adds for its programs and loses between buffers is
+left out. What an I hands to its W, and what a B works with, is at most 3 % off programs that libtpu
+compiled for v5e, except with `minimal`, where the latter is a tenth of the memory and 45 % low.
 
 In the functions of stages, `first` and `last` are 1 where a stage has the first, or the last,
 chunk; else 0.
@@ -26,7 +24,6 @@ from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.device_parameters import Parameters
 from maxpipe.plan.footprint import itemsize, optimizer_bytes
-from maxpipe.plan.layer_costs import LayerCosts
 from maxpipe.plan.number import FLOAT32, Number, single
 from maxpipe.plan.search.block import BlockSizes, sizes_of_configuration
 from maxpipe.plan.search.facts import Facts
@@ -40,12 +37,9 @@ N = TypeVar("N", bound=Number, covariant=True)
 class Memory(Generic[N]):
     """Bytes on one device, of one configuration or of many.
 
-    Attributes:
-      parameters, optimizer: parameters and optimizer state at rest.
-      gradients: sums of gradients, whole where they are scattered once a step.
-      activations: everything that grows with tokens, less what gradients replace.
-      in_use: copies of weights for computation, and their gradients before these are added to the
-        sums.
+    `gradients` are sums, whole where they are scattered once a step. `activations` is everything
+    that grows with tokens, less what gradients replace. `in_use` is copies of weights for
+    computation, and their gradients before these are added to the sums.
     """
 
     parameters: N
@@ -149,40 +143,35 @@ def _store(sizes: BlockSizes) -> _Store:
 def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
     """Return the width of a chunk's work, or of first dense layers' on a share of a microbatch.
 
-    Where units are programs of their own, first dense layers are left out, see `first_excess`.
+    Where units are programs of their own, first dense layers are left out, see `_first_excess`.
     """
-    working: Number = _layer_work(sizes, sizes.layer)
+    working: Number = _layer_work(sizes, sizes.facts)
     kept_results = np.minimum(sizes.layer.made, sizes.saving.residuals)
     if not sizes.engine.one_program:
         # The results are among what the chunk keeps or recomputes.
         by_layer = sizes.config.pipeline.remat_layers
-        working = working - (kept_results if by_layer else sizes.layer.made)
-    elif sizes.is_unrolled:
+        return working - (kept_results if by_layer else sizes.layer.made)
+    if sizes.is_unrolled:
         # A loop copies a layer's residuals from its stack; an unrolled layer reads them in place.
         working = working - kept_results
     elif sizes.engine.has_stages:
         # What a backward holds but has not computed itself, it reads in its store.
         working = working + (sizes.layers - 1) * (sizes.saving.held - sizes.saving.residuals)
-    if sizes.facts.of_first_layers is None or not sizes.engine.one_program:
-        return working
-    return np.maximum(working, first_share * _first_work(sizes.facts.of_first_layers, sizes))
+    return np.maximum(working, first_share * _layer_work(sizes, sizes.facts.of_first_layers))
 
 
-def first_excess(sizes: BlockSizes) -> Number:
+def _first_excess(sizes: BlockSizes) -> Number:
     """Return how many more bytes units of the first dense layers work with than other units."""
-    if sizes.facts.of_first_layers is None:
-        return 0.0
-    more = _first_work(sizes.facts.of_first_layers, sizes) - working_columns(sizes)
+    more = _layer_work(sizes, sizes.facts.of_first_layers) - working_columns(sizes)
     return sizes.tokens * sizes.itemsize * np.maximum(more, 0.0)
 
 
-def _first_work(of_first_layers: Facts, sizes: BlockSizes) -> float:
-    return _layer_work(sizes, of_first_layers.layer(sizes.block.grid.sizes))
-
-
-def _layer_work(sizes: BlockSizes, layer: LayerCosts) -> float:
+def _layer_work(sizes: BlockSizes, facts: Facts | None) -> float:
     """Return the width of what a layer's backward holds, with keys and values of all sequences."""
-    return layer.working + 2 * (sizes.block.grid.size("context") - 1) * layer.key_values
+    if facts is None:
+        return 0.0
+    layer, grid = facts.layer(sizes.block.grid.sizes), sizes.block.grid
+    return layer.working + 2 * (grid.size("context") - 1) * layer.key_values
 
 
 def logits_work(sizes: BlockSizes, tokens: Number) -> Number:
@@ -213,11 +202,7 @@ def fullest_stage(sizes: BlockSizes) -> Number:
 
 
 class StageMemory:
-    """Bytes on a device of each stage, whose chunks may differ in size.
-
-    Args:
-      on_tpus: whether the devices are known to be TPUs.
-    """
+    """Bytes on a device of each stage, whose chunks may differ in size."""
 
     def __init__(self, config: Config, table: Table, *, on_tpus: bool = False):
         self._sizes = sizes_of_configuration(config, None, on_tpus=on_tpus, table=table)
@@ -297,9 +282,7 @@ def _state(sizes: BlockSizes, layers: Number, first: Number, last: Number) -> Nu
 def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
     """Return the bytes of chunks in flight on a stage, and of what has arrived there.
 
-    Args:
-      place: place of the stage, one of the three in `patterns`.
-      first: 1 where it has the first chunk, which runs the first dense layers, too.
+    `place` is one of the three in `patterns`. The first chunk runs the first dense layers, too.
     """
     embed, layers = sizes.config.model.embed_dim, sizes.layers
     unit = embed + layers * sizes.saving.residuals
@@ -327,7 +310,7 @@ def _stage_work(sizes: BlockSizes, layers: Number, first: Number, last: Number) 
     columns = working_columns(sizes) + layers * (recomputed + sizes.saving.offloaded)
     each_time = (sizes.block.grid.size("fsdp") > 1) * (1.0 - sizes.gathers_once)
     values = sizes.tokens * columns + each_time * layers * sizes.parameters.layer_gathered
-    unit = sizes.itemsize * values + first * first_excess(sizes)
+    unit = sizes.itemsize * values + first * _first_excess(sizes)
     # A forward ends with the head, after its layers and before a backward.
     return np.maximum(unit, last * logits_work(sizes, sizes.tokens)) + _ends_in_use(
         sizes, first, last

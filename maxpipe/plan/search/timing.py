@@ -135,15 +135,14 @@ def _layer(
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     traffic = layer_traffic(sizes, machine, parameters, layer, stored)
     forward = products + attention + between + traffic.keys + _ROW_PASSES * traffic.rows
-    backward = (2 + again) * between + attention_backward + traffic.keys
-    backward += _ROW_GRADIENT_PASSES * traffic.rows + recomputed * forward
+    backward = (2 + again) * between + attention_backward + traffic.keys + recomputed * forward
+    backward += _ROW_GRADIENT_PASSES * traffic.rows
     # The operation that makes what a store holds writes it there; its reader gets a copy.
     read, stashed = 2 * traffic.residuals, traffic.stash
-    written_gradients = np.maximum(products, written)
     return Units(
         forward=forward + traffic.residuals + traffic.forward,
         input_gradient=products + backward + read + stashed + traffic.backward,
-        weight_gradient=written_gradients + 2 * stashed + traffic.gradients,
+        weight_gradient=np.maximum(products, written) + 2 * stashed + traffic.gradients,
         head=0.0,
     )
 

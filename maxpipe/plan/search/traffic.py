@@ -1,8 +1,8 @@
 """Price what a step moves through a device's memory besides the operands of matrix products.
 
-That is the traffic of units, and outside them the optimizer's update, casts, sums, zeros, and the
-switches of the circular engine. The rates are those that XLA's estimates reach, see
-`devices.chips.MemoryShares`.
+That is the traffic of units, and outside them the optimizer's update, casts and sums. The rates are
+those that XLA's estimates reach, see `devices.chips.MemoryShares`. Zeros that fill sums and stores
+are left out: they are less than a hundredth of nearly every step.
 
 Letters: V repeats, M microbatches, L layers of a chunk.
 """
@@ -17,7 +17,6 @@ from maxpipe.plan.layer_costs import LayerCosts
 from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.machine import Machine
-from maxpipe.plan.search.memory import kept_columns
 
 
 class Traffic(NamedTuple):
@@ -53,8 +52,8 @@ def layer_traffic(
     # Programs of their own hand residuals over, and unrolled layers keep no stores.
     has_stores = sizes.engine.one_program and not sizes.is_unrolled
     forward, backward = _weights(sizes, machine, parameters, layer)
-    copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")
+    copied = _copied_experts(sizes, parameters, layer) / rate
     return Traffic(
         residuals=has_stores * column * stored,
         stash=has_stores * sizes.splits_backward * column * sizes.saving.stash,
@@ -117,7 +116,11 @@ def _copied_experts(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts
 
 def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:
     """Return the bytes that move where a unit adds the gradients of a layer to their sums."""
-    count = gradient_parameters(sizes, parameters)
+    is_whole: Number = 0.0
+    if sizes.engine.has_stages:
+        # Gradients of the repeats at work are summed whole, and become shards when these are done.
+        is_whole = sizes.gathers("once") + sizes.gathers("per_repeat")
+    count = is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest
     if sizes.is_written_out:
         # Kernels of experts make gradients in the dtype of the weights.
         converted = (sizes.itemsize + FLOAT32) * layer.expert_weights
@@ -136,56 +139,26 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
     return (2 * FLOAT32 + sizes.itemsize) * count
 
 
-def gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
-    """Return the parameters of a layer whose gradients one unit adds to a sum."""
-    is_whole: Number = 0.0
-    if sizes.engine.has_stages:
-        # Gradients of the repeats at work are summed whole, and become shards when these are done.
-        is_whole = sizes.gathers("once") + sizes.gathers("per_repeat")
-    return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest
-
-
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     """Return the seconds of a step's memory traffic outside its units."""
-    parameters = sizes.parameters
-    wide = machine.stream_rate(FLOAT32)
-    update = update_bytes(sizes.config) * sizes.weights.stored / wide
-    seconds = update + _switch_seconds(sizes, machine)
+    parameters, wide = sizes.parameters, machine.stream_rate(FLOAT32)
+    moved = update_bytes(sizes.config) * sizes.weights.stored
     # Weights are cast once, or XLA moves the cast of all of them in front of the loops.
     is_cast_ahead: Number = float(sizes.config.model.narrows_parameters)
     if sizes.is_written_out and (sizes.is_split or not sizes.engine.one_program):
         is_cast_ahead = sizes.gathers_once
     cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize
-    seconds = seconds + is_cast_ahead * cast * parameters.at_rest / wide
+    moved = moved + is_cast_ahead * cast * parameters.at_rest
     if not sizes.engine.has_stages:
-        several = 1.0 * (sizes.microbatches > 1)
-        sums = several * 3 * FLOAT32 * parameters.at_rest / wide
-        # With a loop over layers every microbatch starts from gradients of zero, and so do the sums
-        # over microbatches.
-        zeros = parameters.at_rest / machine.zeros_rate
-        stacks = sizes.microbatches * (not sizes.is_unrolled)
-        return seconds + sizes.microbatches * sums + (stacks + several) * zeros
-    zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
-    by_layer = sizes.engine.is_differentiated and sizes.config.pipeline.scan_layers_per_stage
-    if sizes.engine.one_program and (sizes.block.grid.size("tensor") > 1 or by_layer):
-        # Stores that the partitioner splits are filled with zeros, and so are those that a loop
-        # over layers saves, unless autodiff makes them.
-        loops = sizes.engine.is_differentiated * sizes.gathers("per_iteration")
-        zeros = zeros + (1.0 - loops) * sizes.tokens * kept_columns(sizes)
-    return seconds + zeros / machine.zeros_rate
-
-
-def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the seconds that the stages of the circular engine take to switch between repeats.
-
-    In each iteration of a switch they select the weights of either repeat, forwards and backwards,
-    and add gradients to the sums of both.
-    """
-    if not sizes.engine.is_differentiated:
-        return 0.0
-    delay = sizes.config.pipeline.forwarding_delay
-    iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)
-    count = sizes.layers * sizes.parameters.layer_gathered
-    selected = 2 * 3 * sizes.itemsize * count / machine.stream_rate(sizes.itemsize)
-    added = 3 * FLOAT32 * count / machine.stream_rate(FLOAT32)
-    return (1.0 - sizes.gathers("per_iteration")) * iterations * (selected + added)
+        several = sizes.microbatches * (sizes.microbatches > 1)
+        moved = moved + several * 3 * FLOAT32 * parameters.at_rest
+    seconds = moved / wide
+    if sizes.engine.is_differentiated:
+        # In each iteration of a switch between repeats, stages select the weights of either repeat,
+        # forwards and backwards, and add gradients to the sums of both.
+        delay = sizes.config.pipeline.forwarding_delay
+        iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)
+        selected = 2 * 3 * sizes.itemsize / machine.stream_rate(sizes.itemsize)
+        of_switch = sizes.layers * parameters.layer_gathered * (selected + 3 * FLOAT32 / wide)
+        seconds = seconds + (1.0 - sizes.gathers("per_iteration")) * iterations * of_switch
+    return seconds
