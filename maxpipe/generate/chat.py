@@ -50,9 +50,7 @@ def read_conversation(
     tokenizer: Tokenizer,
     limit: int,
 ) -> list[int]:
-    """Return the token ids after which the assistant's answer begins, the same as in training;
-    raises TooLong if there are more than `limit`, ConfigError if the template refuses.
-    """
+    """Return the token ids after which the assistant's answer begins, the same as in training."""
     try:
         text = template.render_prompt(messages, tools)
     except BadDocument as error:

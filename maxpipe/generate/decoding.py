@@ -77,14 +77,10 @@ class Sampling:
 class Decoder:
     """A model that reads each token of a text once.
 
-    Token number p is in slot p % W of the cache: a token sees the W newest, including itself.
-    Parameters are {"embed", "layers" [N, ...], "head"} with floating leaves in the compute dtype.
-
-    Experts take every token, whatever their capacity in training.
-
-    Args:
-      config: the model's section of the configuration.
-      window: W, the sequence length in training; the model has learned no longer distances.
+    Token number p is in slot p % W of the cache: a token sees the W newest, including itself. W is
+    the sequence length in training, since the model has learned no longer distances. Parameters are
+    {"embed", "layers" [N, ...], "head"} with floating leaves in the compute dtype. Experts take
+    every token, whatever their capacity in training.
     """
 
     def __init__(self, config: ModelConfig, window: int):
@@ -96,20 +92,16 @@ class Decoder:
     def prefill(
         self, params: Params, tokens: jax.Array, length: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Read a prompt, int32 [B,P], P at most W; return (logits of the next token, float32 [B,V];
-        cache).
-
-        What follows the first `length` tokens, from 1 to P, changes nothing, so that one program
-        reads prompts of several lengths.
+        """Read a prompt, int32 [B,P], P at most W, of which the first `length` tokens count; return
+        (logits of the next token, float32 [B,V]; cache).
         """
         x, cache = self._run(params, tokens, 0, None)
         last = jax.lax.dynamic_index_in_dim(x, length - 1, axis=1, keepdims=False)
         return self._program.logits(params, last), cache
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Return the logits of the token after each of `tokens`, float32 [B,T,V] of int32 [B,T].
-
-        T is at most W; each row begins a text.
+        """Return the logits of the token after each of `tokens`, float32 [B,T,V] of int32 [B,T], T
+        at most W.
         """
         x, _ = self._run(params, tokens, 0, None)  # the compiler leaves out the cache
         return self._program.logits(params, x)
@@ -240,31 +232,26 @@ def generate(
     The prompt has at most `data.sequence_length` tokens, as many as a token sees. Token n depends
     on the seed, on n and on the text so far.
     """
-    programs = _programs(config.model, config.data.sequence_length, sampling)
+    first, following = _programs(config.model, config.data.sequence_length, sampling)
     key = jax.random.key(seed)
     # Prompts are padded to one of few lengths to limit compilations.
     length = min(1 << (len(prompt) - 1).bit_length(), config.data.sequence_length)
     tokens = jnp.asarray([[*prompt, *[0] * (length - len(prompt))]], jnp.int32)
-    token, cache = programs.first(params, tokens, jnp.int32(len(prompt)), key)
+    token, cache = first(params, tokens, jnp.int32(len(prompt)), key)
     end = len(prompt) + max_tokens
     for position in range(len(prompt), end):
         yield int(token[0])
         if position + 1 < end:
-            token, cache = programs.following(params, token, jnp.int32(position), cache, key)
-
-
-class _Programs(NamedTuple):
-    """The compiled programs that generate text."""
-
-    # (params, padded tokens of a prompt, its length, key) -> the token after it, cache
-    first: jax.stages.Wrapped
-    # (params, token, its position, cache, key) -> the token after it, cache
-    following: jax.stages.Wrapped
+            token, cache = following(params, token, jnp.int32(position), cache, key)
 
 
 @lru_cache(maxsize=8)
-def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs:
-    """Return the programs of a model, cached for later prompts; arguments as for `Decoder`."""
+def _programs(
+    config: ModelConfig, window: int, sampling: Sampling
+) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """Return the programs that draw the token after a padded prompt, and after each further token;
+    arguments are those of `Decoder`.
+    """
     decoder = Decoder(config, window)
 
     def first(
@@ -279,4 +266,4 @@ def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs
         logits, cache = decoder.step(params, token, position, cache)
         return sampling(logits, jax.random.fold_in(key, position + 1)), cache
 
-    return _Programs(jax.jit(first), jax.jit(following, donate_argnums=3))
+    return jax.jit(first), jax.jit(following, donate_argnums=3)

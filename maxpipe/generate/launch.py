@@ -20,9 +20,7 @@ Draw = Callable[[Sequence[int]], Iterator[str]]  # token ids of a prompt -> what
 
 def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
     """Print the prompt and what the model writes after it, or its answers; return the exit code.
-
-    Takes the flags of `maxpipe.generate`, and the checkpoints of `find_checkpoint`. Raises
-    ConfigError if tokenizer, prompt or stop tokens are not usable, or there is no chat template.
+    Takes the flags of `maxpipe.generate`, and the checkpoints of `find_checkpoint`.
     """
     system = [_said("system", flags.system)] if flags.system else []
     try:
@@ -73,9 +71,7 @@ def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
 
 
 def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) -> list[int]:
-    """Return the prompt of a conversation, without its oldest turns if it is too long; raises
-    ConfigError if the newest alone is, or the chat template refuses the conversation.
-    """
+    """Return the prompt of a conversation, without its oldest turns if it is too long."""
     num_turns = len(turns)
     while True:
         try:

@@ -145,12 +145,8 @@ class ModelOfRun(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each text, up to one of the texts that end it."""
-        answers = []
-        for request in tqdm(requests, "texts continued", disable=disable_tqdm):
-            answer = self._generate(*request.args)
-            self.cache_hook.add_partial("generate_until", request.args, answer)
-            answers.append(answer)
-        return answers
+        progress = tqdm(requests, "texts continued", disable=disable_tqdm)
+        return [self._generate(*request.args) for request in progress]
 
     def _generate(self, context: str, options: Mapping[str, object]) -> str:
         # This takes other names of max_gen_toks, and samples if only a temperature is given.
@@ -199,10 +195,8 @@ class ModelOfRun(TemplateLM):
 
 
 def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
-    """Print lm-eval's table of a run, and return the exit code.
-
-    Takes the flags of `maxpipe.evaluate`, and the checkpoints of `find_checkpoint`. Raises
-    ConfigError if the tokenizer or a task is not usable.
+    """Print lm-eval's table of a run, and return the exit code; takes the flags of
+    `maxpipe.evaluate`, and the checkpoints of `find_checkpoint`.
     """
     manager = TaskManager(include_path=flags.include)
     tasks = matching_tasks(flags.tasks, manager.all_tasks)
@@ -242,12 +236,10 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 
 def matching_tasks(names: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return the tasks that match names or patterns; raise ConfigError if one matches none."""
-    problems, tasks = [], dict[str, None]()
+    tasks = dict[str, None]()
     for name in names:
         matches = fnmatch.filter(known, name)
         tasks.update(dict.fromkeys(matches))
         if not matches:
-            problems.append(Problem("--tasks", f"lm-eval has no task {name!r}"))
-    if problems:
-        raise ConfigError(*problems)
+            raise ConfigError(Problem("--tasks", f"lm-eval has no task {name!r}"))
     return [*tasks]

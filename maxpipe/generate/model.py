@@ -77,9 +77,7 @@ class Model:
 
     @cached_property
     def params(self) -> Params:
-        """Return {"embed", "layers" [N, ...], "head"}, layers in model order; errors are those of
-        `maxpipe.checkpoint.reader`.
-        """
+        """Return {"embed", "layers" [N, ...], "head"}, layers in model order."""
         with ExitStack() as copies:
             directories = [
                 copies.enter_context(self._store.local_copy(step)) for step in self._steps
@@ -93,14 +91,9 @@ class Model:
     def logits(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
         """Return the logits of the token after each, float32 [B, T, V].
 
-        V is `model.vocab_size`; logits of padding in the vocabulary are -inf.
-
-        Args:
-          tokens: token ids, integers [B, T]; each row begins a text, and T is at most
-            `data.sequence_length`.
-
-        Raises:
-          ValueError: they have another shape or dtype, or are not ids of the model.
+        `tokens` are ids, integers [B, T]; each row begins a text, and T is at most
+        `data.sequence_length`. V is `model.vocab_size`; logits of padding in the vocabulary are
+        -inf. Raises ValueError for anything else.
         """
         ids = np.asarray(tokens)
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -157,15 +150,10 @@ class Model:
     ) -> str:
         """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
 
-        Args:
-          messages: dicts {"role": ..., "content": ...}, with further keys of the chat template.
-          tools: descriptions of the tools that may be called.
-          **options: max_tokens, temperature, top_k, top_p, seed, stop, stop_tokens, as for
-            `generate`.
-
-        Raises:
-          ValueError: an argument is out of range, the run has no chat template, or the template
-            refuses the conversation, or it is too long.
+        Messages are dicts {"role": ..., "content": ...}, with further keys of the chat template,
+        and `tools` describe the tools that may be called. Options are those of `generate`. Raises
+        ValueError if one is out of range, there is no chat template, or it refuses the
+        conversation, or this is too long.
         """
         chosen = Options(**options)
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
@@ -181,8 +169,8 @@ class Model:
     ) -> list[int]:
         """Return the token ids after which the answer to a conversation begins.
 
-        Raises ConfigError if the run has no chat template, the template refuses the messages, or
-        they are too long or have tokens that the model does not have.
+        Raises ConfigError if there is no chat template, or it refuses the messages, or they are too
+        long or have tokens that the model does not have.
         """
         limit = self.config.data.sequence_length
         ids = read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)

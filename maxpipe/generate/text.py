@@ -62,11 +62,8 @@ class Options:
 def find_tokenizer(
     flag: str | None, config: Config, meta: Mapping[str, Any], store: StepStore
 ) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names, or the run's own if the flag is None.
-
-    The configuration and metadata are those of the checkpoint, and the store has a copy of the
-    tokenizer. Raises ConfigError if it does not exist (any more), or has ids that the model does
-    not know.
+    """Return the tokenizer that --tokenizer names, or, if it is None, that of the run with this
+    checkpoint; raises ConfigError if it is gone, or has ids that the model does not know.
     """
     try:
         found = (flag, load_tokenizer(flag)) if flag else _tokenizer_of_run(config, meta, store)

@@ -114,12 +114,12 @@ def test_prompts_of_similar_lengths_share_a_program():
     config = tiny(**values)
     params = canonical_params(ModelProgram(config.model))
     sampling = Sampling(temperature=0)
-    programs = _programs(config.model, 12, sampling)
+    first, _ = _programs(config.model, 12, sampling)
     best = jnp.argmax(forward(config.model, params, jnp.arange(12)[None]), axis=-1)[0]
     for length in range(1, 13):
         (token,) = generate(config, params, [*range(length)], sampling, seed=0, max_tokens=1)
         assert token == int(best[length - 1])
-    assert programs.first._cache_size() == 5  # of 1, 2, 4, 8 and 12 tokens
+    assert first._cache_size() == 5  # of 1, 2, 4, 8 and 12 tokens
 
 
 def test_cache_of_latent_attention_holds_one_latent_and_one_rotated_key_per_token():
