@@ -94,9 +94,7 @@ def test_conversation_that_a_template_refuses_is_a_bad_document() -> None:
         (adding, TALK[:2], "the assistant says nothing in it, laid out by the template"),
         (adding, [{"role": "assistant", "content": 3}], "lay it out: TypeError"),
         (adding, [{"role": "assistant", "content": "stop"}], "lay it out: TemplateError: no stops"),
-        ("{{ 1 // 0 }}", TALK, "lay it out: ZeroDivisionError"),
         ("{{ range(200000) }}", TALK, "lay it out: OverflowError: Range too big"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", TALK, "SecurityError"),
         ("{{ messages.append(1) }}", TALK, "SecurityError"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", TALK, "SecurityError"),
     ]:

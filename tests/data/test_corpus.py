@@ -1,7 +1,5 @@
 """Words of a command line name a corpus of one kind."""
 
-import gzip
-
 import pytest
 from helpers.documents import all_of
 
@@ -23,14 +21,6 @@ def test_corpus_of_a_glob_a_directory_and_files_is_the_same(folder):
         corpus = find_corpus(words)
         assert corpus.source == "text"
         assert all_of(corpus.open()) == ["first\n", "second\n"]
-
-
-def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
-    corpus = find_corpus([str(tmp_path)], cache_dir=str(tmp_path / "cache"))
-    assert corpus.source == "jsonl"
-    assert all_of(corpus.open()) == ["one", "two"]
 
 
 def test_token_ids_of_parquet_files_are_no_texts(tmp_path):

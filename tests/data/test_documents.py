@@ -11,7 +11,6 @@ from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
     Concatenation,
     EncodedDocuments,
-    FileDocuments,
     MarkedText,
     encode_marked,
     open_documents,
@@ -38,19 +37,16 @@ def test_split_documents_puts_each_in_exactly_one_split() -> None:
     assert [after[i] for i in range(len(before))] == [before[i] for i in range(len(before))]
 
 
-def test_split_that_would_be_empty_is_refused() -> None:
+def test_split_that_would_be_empty_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n\n")
+    with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
+        open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
     assert len(split_documents(_documents(5), "train", 0.0)) == 5
     with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0 .* eval\.every=0"):
         split_documents(_documents(5), "eval", 0.0)
     for split in ["train", "eval"]:
         with pytest.raises(ConfigError, match=r"data\.path: 1 document .*data\.eval_fraction=0"):
             split_documents(_documents(1), split, 0.1)
-
-
-def test_open_documents_without_documents_raises(tmp_path: Path) -> None:
-    (tmp_path / "blank.jsonl").write_text("\n\n\n")
-    with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
-        open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
 
 
 def test_open_documents_sources_without_path_open() -> None:
@@ -95,16 +91,6 @@ def test_encoded_documents_that_do_not_fit_the_tokenizer_raise() -> None:
         _encode(np.array([5, 300]))
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
         encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))
-
-
-def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
-    bad, gone = tmp_path / "bad.txt", tmp_path / "gone.txt"
-    bad.write_bytes(b"abc\xff")
-    documents = FileDocuments(files := [str(bad), str(gone)], originals=files)
-    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 text: byte 3"):
-        documents[0]
-    with pytest.raises(ConfigError, match=r"gone\.txt cannot be read"):
-        documents[1]
 
 
 def test_concatenation_skips_empty_parts() -> None:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,84 +66,64 @@ def test_find_files_reads_what_it_can_and_names_the_others(
     left_out, doubles = capsys.readouterr().err.splitlines()[:2]
     assert left_out.startswith(f"{tmp_path}: left out README.md, state.json: not *.jsonl or *.ndj")
     assert doubles.startswith(f"{tmp_path}: b.jsonl also with another ending: all are read")
-    for i in range(20):
-        (tmp_path / f"{i}.txt").touch()
-    find_files(str(tmp_path), SOURCES["jsonl"].suffixes)
-    assert "and 12 more" in capsys.readouterr().err
 
 
 def test_find_files_refuses_what_the_source_does_not_unpack(tmp_path: Path) -> None:
-    for source, name in [
-        ("token_bin", "a.bin.gz"),
-        ("parquet", "a.parquet.zst"),
-        ("jsonl", "a.jsonl.ZIP"),
-    ]:
+    for source, name in (("token_bin", "a.bin.gz"), ("jsonl", "a.jsonl.ZIP")):
         (tmp_path / name).touch()
         with pytest.raises(ConfigError, match=rf"^data\.path: .*{name} is packed .* unpack it"):
             find_files(str(tmp_path / name), SOURCES[source].suffixes)
 
 
-def test_find_files_reads_a_linked_directory_once(tree: Path) -> None:
+def test_find_files_reads_what_links_lead_to_once_and_under_their_names(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (tree / "latest").symlink_to(tree / "sub")
     (tree / "sub" / "loop").symlink_to(tree)
+    (tree / "sub" / "again").symlink_to(tree)  # two loops have a number of paths without bounds
     several = f"{tree}/s*/*.txt,{tree}/*/c.txt,{tree}/?.txt"
     for path in (f"{tree}", several, f"{tree}/latest,{tree}"):
         assert _names(find_files(path, (".txt",)), tree) == TEXTS
     assert _names(find_files(f"{tree}/latest/*.txt"), tree) == ["latest/c.txt"]
-    (tree / "sub" / "again").symlink_to(tree)  # two loops have a number of paths without bounds
-    assert _names(find_files(f"{tree}", (".txt",)), tree) == TEXTS
-
-
-def test_find_files_reads_what_links_lead_to_elsewhere_under_their_names(
-    tree: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    for name in ("0123", "more/d.txt"):
-        (elsewhere / name).parent.mkdir(exist_ok=True)
-        (elsewhere / name).write_text(name)
-    for name, target in (
-        ("sub/e.txt", elsewhere / "0123"),
-        ("sub/f.txt", tree / "a.txt"),
-        ("more", elsewhere / "more"),
-    ):
-        (tree / name).symlink_to(target)
-    found = _names(find_files(f"{tree}", (".txt",)), tree)
-    assert found == sorted([*TEXTS, "more/d.txt", "sub/e.txt", "sub/f.txt"])
+    (elsewhere / "more").mkdir()
+    (elsewhere / "more" / "d.txt").touch()
+    (tree / "sub" / "f.txt").symlink_to(tree / "a.txt")
+    (tree / "more").symlink_to(elsewhere / "more")
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == [
+        "a.txt",
+        "b.txt",
+        "more/d.txt",
+        "sub/c.txt",
+        "sub/f.txt",
+    ]
 
 
-def test_find_files_names_what_it_may_not_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(function: Callable[..., Any], path: str) -> Callable[..., Any]:
-        def call(name: Any, *args: Any, **keys: Any) -> Any:
-            if str(name) == path:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
-            return function(name, *args, **keys)
-
-        return call
-
-    (tree / "lost+found").mkdir()  # of a file system's root; only root may read it
+def test_find_files_names_a_directory_that_it_may_not_read(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scandir = os.scandir
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", refusing(scandir, f"{tree}/lost+found"))
-        assert _names(find_files(f"{tree}", (".txt",)), tree) == TEXTS
-    for name in ("", "/sub", "/sub/c.txt"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", refusing(scandir, f"{tree}{name}"))
-            if name.endswith(".txt"):  # in a directory that may be listed, but not entered
-                patch.setattr(os, "stat", refusing(os.stat, f"{tree}{name}"))
-            with pytest.raises(ConfigError, match=rf"{tree}{name} cannot be read: Permission"):
-                find_files(f"{tree}", (".txt",))
+
+    def refusing(name: str) -> Any:
+        if str(name).endswith(("lost+found", "sub")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return scandir(name)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(ConfigError, match=rf"{tree}/sub cannot be read: Permission"):
+        find_files(f"{tree}", (".txt",))
+    shutil.rmtree(tree / "sub")
+    (tree / "lost+found").mkdir()  # of a file system's root; only root may read it
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == TEXTS[:2]
 
 
 def test_find_files_names_every_part_without_file_and_what_is_empty(tree: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_files(f"{tree}/a.txt,{tree}/none.txt,{tree}/*.csv,{tree}/{'n' * 300}")
-    for problem, name in zip(caught.value.problems, ("none.txt", "*.csv", "nnn"), strict=True):
-        assert str(problem).startswith("data.path: no file at ")
-        assert name in problem.message
-        assert problem.message.endswith("; commas separate several paths")
-    for path in ["", " , "]:
-        with pytest.raises(ConfigError, match=r"data\.path: .* a file, a directory or a glob"):
-            find_files(path)
+        find_files(f"{tree}/a.txt,{tree}/none.txt,{tree}/*.csv")
+    for problem, name in zip(caught.value.problems, ("none.txt", "*.csv"), strict=True):
+        assert str(problem).startswith(f"data.path: no file at '{tree}/{name}'")
+    with pytest.raises(ConfigError, match=r"data\.path: .* a file, a directory or a glob"):
+        find_files(" , ")
     (tree / "empty.bin").touch()
     with pytest.raises(ConfigError, match=r"data\.path: \S*/empty\.bin is empty$"):
         require_content([str(tree / "empty.bin"), str(tree / "a.txt")])

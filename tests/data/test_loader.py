@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +55,6 @@ def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch", [4, 40])
 def test_loader_resumes_from_every_state(make_config: Make, batch: int, packing: bool) -> None:
-    """There are 23 documents, so some of 40 rows start in the second epoch."""
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
     config = make_config(batch=batch, packing=packing)
     loader = make_loader(config, "train", range(batch))
@@ -73,22 +71,10 @@ def test_loader_resumes_from_every_state(make_config: Make, batch: int, packing:
         np.testing.assert_equal(resumed_states, states[position + 1 : position + 3])
 
 
-def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
-    states = []
-    for prefetch in (1, 8):
-        loader = make_loader(make_config(prefetch=prefetch), "train", range(4))
-        next(loader)
-        time.sleep(0.05)
-        states.append(loader.state)
-        loader.close()
-    np.testing.assert_array_equal(*states)
-
-
 PARTS = [range(3), range(3, 6), range(0, 6, 2), range(1, 6, 2), [5], range(5)]
 
 
 def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config: Make) -> None:
-    """Each part reads alone, and also continues in the middle what a single process began."""
     config = make_config(batch=6)
     batches, states = _take(make_loader(config, "train", range(6)), 6)
     for rows in PARTS:
@@ -101,18 +87,6 @@ def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config: 
     loaded, loaded_states = _take(make_loader(config, "train", range(6), states[1]), 4)
     np.testing.assert_equal(loaded, batches[2:])
     np.testing.assert_equal(loaded_states, states[2:])
-
-
-def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
-    config = replace(
-        make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5}
-    )
-    seen = {}
-    for split, rows in (("train", 8), ("eval", 5)):
-        batches, _ = _take(make_loader(config, split, range(rows)), 6)
-        seen[split] = {tuple(row) for batch in batches for row in batch["tokens"].tolist()}
-    assert seen["eval"]
-    assert not seen["train"] & seen["eval"]
 
 
 def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Path) -> None:
@@ -142,7 +116,6 @@ def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(
 def test_loader_of_changed_data_continues_from_a_moved_state(
     make_config: Make, tmp_path: Path
 ) -> None:
-    """A row keeps its place among the rows, and the number of documents it has passed."""
     before = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
     assert moved_state(before, 9, 9) is before
     moved = moved_state(before, 9, 7)

@@ -39,11 +39,9 @@ def test_mixed_order_sources_have_shares_and_epochs(shuffle):
 
 
 def test_mixed_order_depends_on_seed_and_round():
-    def first_of_a_round(seed, number):
-        return draws(seed, True, number * ROUND, number * ROUND + 50)[0].tolist()
-
-    assert first_of_a_round(0, 0) != first_of_a_round(1, 0)
-    assert first_of_a_round(0, 0) != first_of_a_round(0, 1)
+    starts = [(0, 0), (1, 0), (0, 1)]  # seed and round
+    found = [draws(seed, True, n * ROUND, n * ROUND + 50)[0].tolist() for seed, n in starts]
+    assert found[0] not in found[1:]
 
 
 def test_shares_sum_to_round_and_are_at_least_1():
@@ -101,11 +99,9 @@ def test_config_invalid_mixture_raises():
     for value, message in [
         ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text"),
         ("[{source: text, weight: 1e400}]", "finite weight above 0; got inf"),
-        ("[{source: text}]", "entry 1 needs a finite weight above 0; got None"),
         ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "a weight is 0.0005 of all"),
         ("[{source: synthetic, path: a, weight: 1}]", "synthetic reads no path: set source: text"),
         ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path"),
-        ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
     ]:
         with pytest.raises(ConfigError, match=message):

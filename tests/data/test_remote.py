@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import sys
 import time
 from pathlib import Path
 
@@ -65,20 +64,13 @@ def test_files_that_cannot_be_fetched_name_store_or_cache(bucket, monkeypatch, t
     for path in ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]:
         with pytest.raises(ConfigError, match=r"^data\.path: "):
             find_files(path, (".jsonl",), str(tmp_path))
-    for error, message in (
-        (
-            PermissionError("Forbidden"),
-            r"path: .*b\.jsonl cannot .* PermissionError.*AWS_ACCESS_KE",
-        ),
-        (OSError(errno.ENOSPC, "No space"), r"cache_dir: cannot keep .*b\.jsonl.*No space"),
-    ):
 
-        async def fail(*args, error=error, **options):
-            raise error
+    async def fail(*args, **options):
+        raise OSError(errno.ENOSPC, "No space")
 
-        monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
-        with pytest.raises(ConfigError, match=rf"^data\.{message}"):
-            find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
+    monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep .*b\.jsonl.*No space"):
+        find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
 def test_fetch_without_credentials_or_server_fails_quickly(without_s3_keys, monkeypatch, tmp_path):
@@ -94,11 +86,3 @@ def test_fetch_without_credentials_or_server_fails_quickly(without_s3_keys, monk
     with pytest.raises(ConfigError, match=r"^data\.path: s3://maxpipe/corpus cannot be read"):
         find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))
     assert time.monotonic() - began < 30
-
-
-def test_open_store_unknown_protocol_or_missing_library_raises(monkeypatch):
-    with pytest.raises(ConfigError, match=r"hdfs:// is not supported; it may be s3://, gs://"):
-        find_files("hdfs://host/a")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ConfigError, match=r"^data\.path: needs gcsfs.*pip install -e '.\[gs\]'"):
-        find_files("gs://bucket/a")

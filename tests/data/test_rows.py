@@ -3,11 +3,9 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.errors import ConfigError
 from maxpipe.data.documents import Encoded
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
@@ -112,13 +110,6 @@ def test_fill_row_without_packing_holds_one_document(lengths: list[int], length:
             "positions": [*range(used), *padding],
         }
         assert {name: array[0].tolist() for name, array in row.items()} == expected
-
-
-def test_row_stream_only_empty_documents_raises() -> None:
-    stream = _streams(_framed([0, 0, 0]), batch=2)[0]
-    reason = r"data\.path: .* one after the other, hold no tokens \(3 in all\)"
-    with pytest.raises(ConfigError, match=reason):
-        stream.take(4)
 
 
 def test_document_order_epoch_is_permutation() -> None:

@@ -62,13 +62,10 @@ def test_files_next_to_a_tokenizer_name_its_special_tokens(tmp_path: Path) -> No
     path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>", "<s>"])
     mapped = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "pad_token": "<c>"}
     added: dict[str, object] = {"added_tokens_decoder": {}}
-    names: list[tuple[dict[str, object] | None, dict[str, object] | None, object]] = [
+    listed = {"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"}
+    names: list[tuple[dict[str, Any] | None, dict[str, Any] | None, object]] = [
         (None, None, (4, 3, 3)),  # all have common names
-        (
-            {"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"},
-            None,
-            (0, 1, 2),
-        ),
+        (listed, None, (0, 1, 2)),
         ({"bos_token": "<a>", "add_bos_token": False, "eos_token": "<c>"}, None, (None, 2, 2)),
         ({"bos_token": None, "eos_token": "<b>", "pad_token": None}, None, (None, 1, 1)),
         ({"model_max_length": 1024}, None, (None, 3, 3)),  # the end has a common name
@@ -93,7 +90,6 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     for content, message in [
         ("{", r"tokenizer_config\.json cannot be read as JSON"),
-        ('["</s>"]', r"tokenizer_config\.json is not a JSON object"),
         ('{"eos_token": null}', r"tokenizer\.json has no end-of-document token"),
     ]:
         config.write_text(content)
@@ -101,15 +97,11 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
             load_tokenizer(str(path))
     config.unlink()
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
-    for name in ("other", "more"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "other" / "tokenizer.json").write_text("{}")
-    (tmp_path / "more" / "tekken.json").write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
     for name, message in [
         ("empty.json", "has no end-of-document token"),
         ("none", "is neither 'byte' nor .* convert other formats"),
-        ("other/tokenizer.json", r"is not a Hugging Face tokenizer\.json: .*; convert other"),
-        ("more", "is neither 'byte' nor .* tekken, .*save_pretrained"),
+        ("other.json", r"is not a Hugging Face tokenizer\.json: .*; convert other"),
     ]:
         with pytest.raises(ConfigError, match=rf"^data\.tokenizer: '?\S*{name}'? {message}"):
             load_tokenizer(str(tmp_path / name))
@@ -126,7 +118,6 @@ def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path) -> None:
             stored.enable_padding(length=len(ids) + 9)
         saved = tmp_path / "saved.json"
         stored.save(str(saved))
-        assert Tokenizer.from_file(str(saved)).encode(TEXT, add_special_tokens=False).ids != ids
         tokenizer = HuggingFaceTokenizer(str(saved))
         assert tokenizer.encode(TEXT).tolist() == ids
         assert tokenizer.encode_with_offsets(TEXT)[0].tolist() == ids

@@ -2,21 +2,16 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers.documents import all_of, opened
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, Documents
+from maxpipe.data.documents import Documents
 from maxpipe.data.fingerprint import CHANGED, SourceFiles
 
 TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
@@ -73,21 +68,6 @@ def test_datasets_files_of_every_kind_are_read(tmp_path: Path, library: Any) -> 
         assert all_of(_open(tmp_path / name, **config)) == TEXTS
     assert list((tmp_path / "cache" / "datasets").iterdir())
     assert not (tmp_path / "hf").exists()
-
-
-def test_datasets_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert all_of(_open(_save(tmp_path / "a", {"text": ["a", None]}))) == ["a", ""]
-    documents = _open(_save(tmp_path / "b", {"tokens": [[1], [1, None], None]}))
-    with pytest.raises(BadDocument, match=r"^data\.path: .*b: row 1: a null among the token ids"):
-        documents[1]
-    assert len(documents[2]) == 0
-    stored = pa.array([b"good", b"\xff\xfe bad"], pa.binary()).buffers()
-    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 2, stored)})
-    pq.write_table(table, tmp_path / "a.parquet")
-    documents = _open(tmp_path / "a.parquet")
-    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.parquet: row 1 is not UTF-8"):
-        documents[1]
-    assert documents[0] == "good"
 
 
 def test_datasets_configuration_and_split_of_a_repository_are_read(
@@ -149,17 +129,6 @@ def test_datasets_error_of_the_hub_says_what_to_do(
     reason = r"^data\.path: hf:org/name cannot be read .*Couldn't reach; .*network, .*HF_TOKEN"
     with pytest.raises(ConfigError, match=reason):
         _open("hf:org/name")
-
-
-def test_datasets_without_the_library_name_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = _save(tmp_path / "saved", {"text": TEXTS})
-    folder = ModuleType("datasets")  # of the working directory
-    folder.__spec__ = ModuleSpec("datasets", None)
-    monkeypatch.setitem(sys.modules, "datasets", folder)
-    with pytest.raises(ConfigError, match=r"data\.source: needs datasets.*pip .*\[datasets"):
-        _open(path)
 
 
 def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
