@@ -1,7 +1,6 @@
 """Show a plan as JSON and as lines: a table, what its figures rest on, why nothing fits."""
 
 import math
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -84,14 +83,18 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     figures = [f"{float(value) / unit:.{places}f}" for value in (row.seconds, *row.parts)]
     reason = reason_text(plan, row)
     if row.name:
-        reason = f"{row.name}{'; ' if reason else ''}{reason}"
+        reason = "; ".join(filter(None, (row.name, reason)))
     elif is_first and plan.rows:
         reason = reason or "chosen"
+    pipeline = row.config.pipeline
+    outside = row.config.model.stacked_layers - pipeline.parallel_layers
+    shows_outside = ENGINES[candidate.engine].one_program and pipeline.parallel_layers >= 0
+    repeats = f"{candidate.repeats}{f' +{outside}' * (shows_outside and outside > 0)}"
     return [
         candidate.mesh_text() + batch_text(plan, row),
         candidate.schedule_text(),
         str(candidate.microbatches),
-        _repeats(row),
+        repeats if candidate.has_stages else "",
         candidate.policy,
         candidate.gather if candidate.has_stages else "",
         str(candidate.tiles),
@@ -104,21 +107,10 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     ]
 
 
-def _repeats(row: Row) -> str:
-    """Return the repeats of a pipeline, with the layers that run outside it: "5 +6"."""
-    candidate, config = row.candidate, row.config
-    if not candidate.has_stages:
-        return ""
-    layers, inside = config.model.stacked_layers, config.pipeline.parallel_layers
-    is_outside = ENGINES[candidate.engine].one_program and 0 <= inside < layers
-    return f"{candidate.repeats}{f' +{layers - inside}' * is_outside}"
-
-
 def reason_text(plan: Plan, row: Row) -> str:
     """Return why a row is not chosen, and if it was not compiled although others were."""
-    if row.proof is not None or not any(row is other for other in [*plan.rows, *plan.misfits]):
-        return row.reason
-    if any(ranked.proof for ranked in plan.rows):
+    is_ranked = any(row is other for other in [*plan.rows, *plan.misfits])
+    if row.proof is None and is_ranked and any(ranked.proof for ranked in plan.rows):
         return f"not compiled; by closed forms {row.reason}"
     return row.reason
 
@@ -141,34 +133,25 @@ def summary_lines(plan: Plan) -> list[str]:
     """Return what was searched and why candidates are left out."""
     request, outcome = plan.request, plan.outcome
     machine = request.machine
-    margin = ""
+    place, margin = "", ""
+    if machine.chip.torus is not None:  # users often name a slice by a number
+        place = f" ({machine.topology}{f', {machine.slices} slices' * (machine.slices > 1)})"
     if machine.capacity:
         margin = (
             f", {machine.capacity / GIB:.3g} GiB each, of which {request.margin:.0%} stays free"
         )
-    fitting = outcome.tried - outcome.fallen.total()
     sequences = ", ".join(map(str, request.batches))
-    length = request.config.data.sequence_length
     lines = [
-        f"devices     {machine.devices} x {machine.chip.name}{_place(plan)}{margin}",
-        f"batch       {sequences} sequence{'s' * (sequences != '1')} of {length} tokens a step",
+        f"devices     {machine.devices} x {machine.chip.name}{place}{margin}",
+        f"batch       {sequences} sequence{'s' * (sequences != '1')} of "
+        f"{request.config.data.sequence_length} tokens a step",
         f"searched    {outcome.tried:,} candidates in {outcome.priced_seconds:.1f} s, "
-        f"{fitting:,} fit",
+        f"{outcome.tried - outcome.fallen.total():,} fit",
     ]
     common = outcome.fallen.most_common()
-    for reason, count in common[:_REASONS_SHOWN]:
-        lines.append(f"            {count:>11,} left out: {reason}")
-    if others := sum(count for _, count in common[_REASONS_SHOWN:]):
-        lines.append(f"            {others:>11,} left out for other reasons")
-    return lines
-
-
-def _place(plan: Plan) -> str:
-    """Return the shape of the slice, since users often name a slice by a number."""
-    machine = plan.request.machine
-    if machine.chip.torus is None:
-        return ""
-    return f" ({machine.topology}{f', {machine.slices} slices' * (machine.slices > 1)})"
+    shown = [(f"left out: {reason}", count) for reason, count in common[:_REASONS_SHOWN]]
+    shown.append(("left out for other reasons", sum(n for _, n in common[_REASONS_SHOWN:])))
+    return lines + [f"            {count:>11,} {text}" for text, count in shown if count]
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -236,26 +219,22 @@ def basis_lines(plan: Plan) -> list[str]:
 
 def _bases(plan: Plan) -> list[str]:
     machine = plan.request.machine
+    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if not machine.is_timed:
         return [
             "closed forms alone, and no seconds: simulated devices share a machine of unknown "
             "speed. Times are multiples of the fastest row's."
         ]
-    if not machine.is_compilable:
-        return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
-    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
-    if proofs and not any(proof.seconds for proof in proofs):
-        line = "memory of what was compiled is the compiler's, seconds are closed forms"
-        # A step that is too large has no estimate of time on any chip.
-        if any(proof.fits for proof in proofs):
-            line = f"no compiler's estimate of time for this chip; {line}"
-        return [line]
-    if proofs:
+    if not proofs:
+        hint = ": --compile 3 would prove the best by compiling them"
+        return [f"closed forms alone{hint * (machine.is_compilable and len(plan.rows) > 0)}"]
+    if any(proof.seconds for proof in proofs):
         compiled = "by compiled: seconds, their parts and GiB are the compiler's"
         return [compiled, "by closed: closed forms"]
-    if not plan.rows:
-        return ["closed forms alone"]
-    return ["closed forms alone: --compile 3 would prove the best by compiling them"]
+    line = "memory of what was compiled is the compiler's, seconds are closed forms"
+    # A step that is too large has no estimate of time on any chip.
+    no_time = "no compiler's estimate of time for this chip; "
+    return [no_time * any(proof.fits for proof in proofs) + line]
 
 
 def _winner_lines(plan: Plan) -> Iterator[str]:
@@ -270,33 +249,30 @@ def _winner_lines(plan: Plan) -> Iterator[str]:
     if chosen.basis == "compiled" and faster:
         compiled = sum(row.proof is not None for row in plan.rows)
         excess = chosen.per_sequence / chosen.candidate.per_sequence - 1
-        rows = "1 row that was" if faster == 1 else f"{faster} rows that were"
         yield (
-            f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {abs(excess):.0%} "
-            f"{'more' if excess >= 0 else 'less'} than by closed forms; {rows} not compiled may be "
-            f"faster: --compile {compiled + min(faster, _MORE)} compares them"
+            f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {excess:+.0%} against "
+            f"closed forms; rows that were not compiled may be faster: --compile "
+            f"{compiled + min(faster, _MORE)} compares them"
         )
     if not machine.is_timed and (needed := machine.devices * chosen.memory) > (free := _free()):
         yield (
             f"warning: the devices share this machine's memory: {machine.devices} x "
-            f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free. "
-            "Training would be killed here; a shorter data.sequence_length, fewer "
-            "--tokens-per-step or a smaller model need less"
+            f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free; a "
+            "shorter data.sequence_length, fewer --tokens-per-step or a smaller model need less"
         )
     batch, before = chosen.candidate.batch, written.data.global_batch_size
     if batch != before:
-        times = f"{batch / before:.3g}"
         yield (
-            f"{batch} sequences a step are {times} times the file's {before}, so with "
-            f"steps={written.steps} a run reads {times} times as many tokens; steps changes that"
+            f"{batch} sequences a step are {batch / before:.3g} times the file's {before}, so with "
+            f"steps={written.steps} a run reads as many times the tokens"
         )
 
 
-def _free() -> int:
+def _free() -> float:
     try:
         return free_memory()
     except OSError:  # only Linux has such a file
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return math.inf
 
 
 def _omissions(plan: Plan) -> Iterator[str]:
@@ -330,20 +306,17 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     if plan.winner is not None:
         return []
     if compiled := sum(row.proof is not None for row in plan.misfits):
-        line = f"none of the {compiled} that were compiled fits"
-        if compiled == 1:
-            line = "the one that was compiled does not fit"
-        if left := plan.uncompiled:
-            others = "1 other was" if left == 1 else f"{left} others were"
-            line += f"; {others} not compiled: --compile {2 * compiled}"
+        line = f"none of the {compiled} compiled fits"
+        if plan.uncompiled:
+            line += f"; {plan.uncompiled} not compiled: --compile {2 * compiled}"
         lines, by = [line], " by closed forms"
     else:
-        least = plan.outcome.least
+        least, limit = plan.outcome.least, plan.request.limit
         assert least is not None, "where nothing is legal there is no plan to show"
-        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
         usable = f", and {limit / GIB:.3g} may be used" if limit else ""
+        needed = f"{least.memory / GIB:.3g} GiB a device{usable}"
         what = f"{least.mesh_text()}, {least.schedule_text()}"
-        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+        lines, by = [f"nothing fits: by closed forms the least is {needed}: {what}"], ""
     lines += _state_lines(plan)
     would_fit, vain, unfinished = plan.remedies
     if would_fit:
@@ -361,13 +334,14 @@ def _state_lines(plan: Plan) -> list[str]:
     state = plan.facts.least_state_bytes()
     if limit is None or state <= machine.devices * limit:
         return []
-    what = "parameters, optimizer state and gradients alone"
     chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
-    line = f"{what} need {state / GIB:,.0f} GiB, at least {chips} {chip}"
-    if not machine.is_compilable:
-        return [line]
-    *_, largest = slices_of(chip)
-    if chips > machine.slices * num_chips(largest):
-        return [f"{line}: {math.ceil(chips / num_chips(largest))} slices of {largest} or more"]
-    is_vain = "more chips" in plan.remedies.vain
-    return [line if is_vain else f"{line}: {TOPOLOGY} {chip} --smallest"]
+    line = (
+        f"parameters, optimizer state and gradients alone need {state / GIB:,.0f} GiB, at least "
+        f"{chips} {chip}"
+    )
+    *_, largest = slices_of(chip) if machine.is_compilable else [""]
+    if largest and chips > machine.slices * num_chips(largest):
+        line += f": {math.ceil(chips / num_chips(largest))} slices of {largest} or more"
+    elif largest and "more chips" not in plan.remedies.vain:
+        line += f": {TOPOLOGY} {chip} --smallest"
+    return [line]

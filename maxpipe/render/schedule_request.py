@@ -6,6 +6,7 @@ Times are of a whole stage, all its chunks, for one microbatch.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from maxpipe.plan.solve import Task
 TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
 REPEATS = {"loop": 1, "v": 2}  # of solve, by placement
 _TIME = {"minimum": 0, "maximum": 1e100}
+_times = partial(option, **_TIME)
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,10 @@ class Keys:
     repeats: int = option(
         1, "chunks of a stage; V schedules have 2, a CSV file its own", minimum=1, maximum=200
     )
-    forward: list[float] = option(  # noqa: RUF009
-        [1.0], "time of F; one number, or one for each stage", **_TIME
-    )
-    backward: list[float] = option(  # noqa: RUF009
-        [2.0], "time of B, likewise", **_TIME
-    )
-    input_gradient: list[float] = option(  # noqa: RUF009
-        [], "time of I, likewise (half of backward)", **_TIME
-    )
-    weight_gradient: list[float] = option(  # noqa: RUF009
-        [], "time of W, likewise (half of backward)", **_TIME
-    )
+    forward: list[float] = _times([1.0], "time of F; one number, or one per stage")  # noqa: RUF009
+    backward: list[float] = _times([2.0], "time of B, likewise")  # noqa: RUF009
+    input_gradient: list[float] = _times([], "time of I, likewise (half of backward)")  # noqa: RUF009
+    weight_gradient: list[float] = _times([], "time of W, likewise (half of backward)")  # noqa: RUF009
     comm: float = option(0.0, "time of one transfer between stages", **_TIME)
     head: float = option(0.0, "time of a microbatch's loss and gradient on one stage", **_TIME)
     activation_bytes: float = option(1.0, "size of one transfer", **_TIME)
@@ -65,21 +59,13 @@ class Keys:
             "weight gradient": self.weight_gradient or half,
         }
 
-    def costs(self) -> Costs:
+    def costs(self, collectives: float = 0.0) -> Costs:
         """Return the times of a stage's chunks, which share its time equally."""
-        forward, backward, input_gradient, weight_gradient = (
+        of_chunks = (
             (np.broadcast_to(time, self.stages) / self.repeats).tolist()
             for time in self.times().values()
         )
-        return Costs(
-            forward,
-            backward,
-            input_gradient,
-            weight_gradient,
-            communication=self.comm,
-            head=self.head,
-            activation_bytes=self.activation_bytes,
-        )
+        return Costs(*of_chunks, self.comm, self.head, collectives, self.activation_bytes)
 
 
 @dataclass(frozen=True)
@@ -92,8 +78,8 @@ class ScheduleKeys(Keys):
         0.0, "fraction of forward and backward that is collectives", minimum=0, maximum=1
     )
 
-    def costs(self) -> Costs:
-        return replace(super().costs(), collectives=self.collectives)
+    def costs(self, collectives: float = 0.0) -> Costs:
+        return super().costs(self.collectives)
 
 
 @dataclass(frozen=True)
@@ -116,15 +102,12 @@ class SolveKeys(Keys):
 def simulate_words(
     words: Sequence[str], compare: bool = False, problems: Sequence[Problem] = ()
 ) -> tuple[list[Simulation], str]:
-    """Simulate the schedules that a command line names.
+    """Simulate the schedules that a command line names; return their sizes and times in words, too.
 
     Args:
       words: names of schedules, CSV files, and `key=value` words.
       compare: whether to take all schedules if none is named.
       problems: what is wrong with the command line besides.
-
-    Returns:
-      A simulation of each schedule, and their sizes and times in words.
 
     Raises:
       ConfigError: with these problems, and all those of the words.
@@ -144,9 +127,13 @@ def simulate_words(
             own = _keys_of(name, keys, values.keys(), is_lenient)
             found += time_problems(own) if counts_times else ()
             table = _build(name, own)
-            if not found:
-                follows_times = is_timed(name) and not values.keys().isdisjoint(TIMES)
-                runs.append(_simulated(name, own, table, follows_times))
+            if found:
+                continue
+            costs = own.costs()
+            if is_timed(name) and not values.keys().isdisjoint(TIMES):
+                sizes = table.num_stages, table.num_repeats, table.placement
+                table = _build(name, own, costs.unit_times(*sizes))
+            runs.append(simulate(table, costs))
         except ValueError as error:
             found += problems_of(error)
     if found:
@@ -157,16 +144,10 @@ def simulate_words(
 def _keys_of(
     name: str, keys: ScheduleKeys, given: Collection[str], is_lenient: bool
 ) -> ScheduleKeys:
-    """Return the keys for one schedule or CSV file.
+    """Return the keys for one schedule, or CSV file with its own sizes unless they are given.
 
-    Args:
-      name: schedule or CSV file.
-      keys: values of all keys.
-      given: names of the keys that the command line has.
-      is_lenient: whether to leave out options that the schedule does not have.
-
-    Raises:
-      ValueError: the file cannot be read.
+    Where it is lenient, options that the schedule does not have are left out. Raise ValueError if
+    the file cannot be read.
     """
     if is_csv(name):
         sizes = zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True)
@@ -194,14 +175,6 @@ def _build(name: str, keys: ScheduleKeys, times: UnitTimes | None = None) -> Tab
     )
 
 
-def _simulated(name: str, keys: ScheduleKeys, table: Table, follows_times: bool) -> Simulation:
-    costs = keys.costs()
-    if follows_times:
-        times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
-        table = _build(name, keys, times)
-    return simulate(table, costs)
-
-
 def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:
     """Return sizes and times in words."""
     table, times = runs[0].table, keys.times()
@@ -216,15 +189,7 @@ def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:
 
 
 def read_task(words: Sequence[str], problems: Sequence[Problem] = ()) -> Task:
-    """Read the words after `solve`.
-
-    Args:
-      words: `key=value` words.
-      problems: what is wrong with the command line besides.
-
-    Raises:
-      ConfigError: with these problems and those of the words.
-    """
+    """Read the words after `solve`; ConfigError has these problems and those of the words."""
     found = [*problems]
     for word in words:
         if "=" not in word:
@@ -254,14 +219,12 @@ def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any]
     settings, problems = read_overrides(words)
     problems += repeated_words(words)
     values: dict[str, Any] = {}
-    for setting in {setting.key: setting for setting in settings}.values():
-        key = setting.key
+    for key, raw in {setting.key: setting.raw for setting in settings}.items():
         try:
             if key not in options:
-                raise ValueError(
-                    f"unknown key; there are {', '.join(options)}{nearest(key, [*options])}"
-                )
-            values[key] = _value(options[key], setting.raw)
+                known = f"unknown key; there are {', '.join(options)}"
+                raise ValueError(f"{known}{nearest(key, [*options])}")
+            values[key] = _value(options[key], raw)
         except ValueError as error:
             problems.append(Problem(key, str(error)))
     return values, problems
@@ -270,8 +233,7 @@ def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any]
 def _value(key: Option, raw: Raw) -> object:
     """Return a value in the type of its key; a list of times is written with or without brackets.
 
-    Raises:
-      ValueError: it has another type, or is not legal.
+    Raises ValueError if it has another type, or is not legal.
     """
     if key.type != list[float]:
         value = convert(key, raw)

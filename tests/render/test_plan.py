@@ -91,10 +91,10 @@ def refused(plan, count, **changes):
 def test_why_nothing_fits_is_said_with_what_was_not_compiled_and_what_would_help(plan):
     assert nothing_fits_lines(plan) == []
     (line,) = nothing_fits_lines(refused(plan, 1))
-    assert line == "the one that was compiled does not fit"
+    assert line == "none of the 1 compiled fits"
     found = Remedies(["more chips: --topology v5e:2x4"], ["fewer tokens"], ["offloading"])
     assert nothing_fits_lines(refused(plan, 2, uncompiled=1, remedies=found)) == [
-        "none of the 2 that were compiled fits; 1 other was not compiled: --compile 4",
+        "none of the 2 compiled fits; 1 not compiled: --compile 4",
         "what would fit by closed forms:",
         "  more chips: --topology v5e:2x4",
         "none of these helps by itself: fewer tokens",
