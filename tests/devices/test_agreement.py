@@ -99,7 +99,6 @@ def test_compare_says_what_is_missing_and_where():
 def test_compare_cuts_long_values_around_their_first_difference():
     for texts, shown in (
         (("a" * 85 + "1", "a" * 85 + "2"), ("…" + "a" * 20 + "1", "…" + "a" * 20 + "2")),
-        (("a" * 85, "a" * 85 + "2"), ("…" + "a" * 20, "…" + "a" * 20 + "2")),
         (("1" + "a" * 85, "2"), ("1" + "a" * 79 + "…", "2")),
         (("a" * 60 + "1", "a" * 60 + "2"), ("a" * 60 + "1", "a" * 60 + "2")),
     ):

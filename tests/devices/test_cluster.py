@@ -1,8 +1,6 @@
 """What the environment says about a process's place in its run, and about its job."""
 
-import contextlib
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -88,10 +86,8 @@ def test_coordinator_variables_without_an_address_allows_one_process_and_what_ja
     assert coordinator_variables() is None
 
 
-def test_find_place_says_that_jax_cannot_tell_or_has_not_answered(environment, monkeypatch):
+def test_find_place_says_that_jax_has_not_answered(environment, monkeypatch):
     environment({"MAXPIPE_DISTRIBUTED": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
-    with pytest.raises(ConfigError, match=r"cannot tell .* set JAX_COORDINATOR_ADDRESS=HOST:PORT"):
-        find_place()
     monkeypatch.setattr(cluster, "_DETECT_SECONDS", 0.0)
     monkeypatch.setattr(cluster, "_IMPORT_SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"not found them in 0\.01 s; set JAX_COORDINATOR_"):
@@ -102,14 +98,11 @@ NAMES = {"at": "JAX_COORDINATOR_ADDRESS", "of": "JAX_NUM_PROCESSES", "index": "J
 REFUSED = {
     "at=a:1 index=2": "so JAX_NUM_PROCESSES must be set as well",
     "index=1": "with JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS must be set",
-    "of=2 index=0": "with JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS must be set",
     "of=2 index=1": "with JAX_NUM_PROCESSES and JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS must be",
     "at=[fd00::1] of=2 index=1": "=[fd00::1]: must be HOST:PORT",
-    "at=node07:0 of=2 index=1": "with a port from 1 to 65535",
     "at=node07:84760 of=2 index=1": "with a port from 1 to 65535",
     "at=:8476 of=2 index=1": "=:8476: must be HOST:PORT",
     "at=a:1 of=two index=1": "=two must be a whole number of at least 1",
-    "at=a:1 of=0 index=1": "JAX_NUM_PROCESSES=0 must be a whole number of at least 1",
     "at=a:1 of=2 index=-1": "JAX_PROCESS_ID=-1 must be a whole number of at least 0",
     "at=a:1 of=2 index=2": "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2",
 }
@@ -126,18 +119,6 @@ def test_find_place_says_which_variable_is_missing_or_wrong(environment, monkeyp
                 find_place()
         said[words] = str(refused.value)
     assert {words: said[words] for words, part in REFUSED.items() if part not in said[words]} == {}
-
-
-def test_free_port_is_none_that_a_client_may_be_given_before_a_server_listens_there():
-    port = free_port()
-    with socket.create_server(("", port)):
-        pass
-    first = 32768
-    with contextlib.suppress(FileNotFoundError):
-        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if first < 20_000:
-        pytest.skip("this system gives all ports to clients")
-    assert port < first
 
 
 def test_free_port_passes_by_ports_at_which_something_listens(monkeypatch):

@@ -99,20 +99,9 @@ def test_build_mesh_of_the_mpmd_engine_gives_stages_whole_processes():
         assert has_whole_processes(grid), (processes, sizes)
 
 
-def test_build_mesh_of_processes_that_are_no_whole_stages_stays_as_it_is():
-    grid = mesh_of_processes([0, 0, 0, 1], data=2, stage=2)
-    assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == [[0, 1], [2, 3]]
-    assert not has_whole_processes(grid)
-
-
 def test_num_slices_counts_slice_indices():
     assert num_slices(jax.devices()) == 1
     assert num_slices([SimpleNamespace(slice_index=i // 2) for i in range(6)]) == 3
-
-
-def test_rows_of_one_process_are_all_rows():
-    for spec, rows in ((P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))):
-        assert rows_of_this_process(make_mesh(tiny(**EIGHT)), spec, 8) == list(rows), (spec, rows)
 
 
 def test_rows_of_one_of_several_processes_are_those_of_its_devices(monkeypatch):

@@ -52,11 +52,6 @@ class TestStart:
         start_threads(CACHE, 64, 1)
         assert os.environ["NPROC"] == "3"
 
-    def test_start_threads_leaves_a_machine_with_enough_cores_alone(self, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
-        start_threads(Config(), 2, 2)
-        assert "NPROC" not in os.environ
-
 
 class TestProgramsFromFiles:
     def test_hindrance_with_too_few_threads_names_the_number(self, monkeypatch):
@@ -86,11 +81,6 @@ class TestProgramsFromFiles:
             *_, said = explain_threads(config)
             assert said.startswith("NPROC=6 threads are too few"), (config, processes)
             assert said.endswith("set it to 128" if processes == 1 else "set it to 25")
-
-    def test_explain_threads_says_nothing_where_any_number_will_do(self, monkeypatch):
-        monkeypatch.setenv("NPROC", "2")
-        all_inside = replace(Config(), **{"pipeline.parallel_layers": Config().model.num_layers})
-        assert not [line for line in explain_threads(all_inside) if "NPROC" in line]
 
     def test_hindrance_of_several_processes_and_of_too_many_devices_names_them(self, monkeypatch):
         monkeypatch.setenv("NPROC", "1024")

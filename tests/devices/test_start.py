@@ -50,11 +50,9 @@ class TestStartOfProcesses:
         )
         return calls
 
-    def test_start_processes_without_variables_starts_nothing(self, started):
+    def test_start_processes_with_explicit_variables_passes_them(self, started, monkeypatch):
         start_processes(30)
         assert started == []
-
-    def test_start_processes_with_explicit_variables_passes_them(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
@@ -138,20 +136,12 @@ jax.devices()
 
 def test_a_platform_that_jax_does_not_have_is_a_mistake_of_the_variable(monkeypatch):
     """JAX says nothing of GPUs without their plugin, and fails an assertion."""
-    for platform, error, reason in (
-        ("cuda", AssertionError(), "it is not installed"),
-        (
-            "rocket",
-            RuntimeError("Unable to initialize 'rocket'\nmore"),
-            "Unable to initialize 'rock",
-        ),
-    ):
-        monkeypatch.setenv("JAX_PLATFORMS", platform)
+    unable = RuntimeError("Unable to initialize 'rocket'\nmore")
+    for error, reason in ((AssertionError(), "it is not installed"), (unable, "Unable to init")):
+        monkeypatch.setenv("JAX_PLATFORMS", "rocket")
         monkeypatch.setattr(jax, "local_devices", Mock(side_effect=error))
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=f"JAX cannot use 'rocket' here: {reason}.*or unset"):
             check_platforms()
-        assert f"JAX_PLATFORMS: JAX cannot use '{platform}' here: {reason}" in str(refused.value)
-        assert "or unset the variable" in str(refused.value)
 
 
 def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):

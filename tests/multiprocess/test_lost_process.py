@@ -21,24 +21,6 @@ process._HURRIED_SECONDS = 3.0
 sys.exit(train.main(sys.argv[1:]))
 """
 
-ONE_HANGS = """
-import os, sys, time
-from maxpipe.supervise.ending import run_command
-from maxpipe.training.batches import BatchPlacer
-from maxpipe.train import main
-
-original, calls = BatchPlacer.__call__, []
-
-def call(self, batch):
-    calls.append(None)
-    if len(calls) == 4 and os.environ["JAX_PROCESS_ID"] == "1":
-        time.sleep(600)
-    return original(self, batch)
-
-BatchPlacer.__call__ = call
-run_command(main)
-"""
-
 
 def words(directory, processes, *more):
     """Return the arguments of an endless run that would wait for a lost process for minutes."""
@@ -60,10 +42,7 @@ def words(directory, processes, *more):
 
 
 def codes_after_a_hang(processes, seconds):
-    """Return exit codes of processes; one says within so many seconds that it hangs, if any does.
-
-    All have to end within `QUICK` seconds of that word.
-    """
+    """Return exit codes of processes that end soon after one says that it hangs, if any does."""
     began = time.monotonic()
     while not any("\nhung" in process.output for process in processes):
         assert time.monotonic() - began < seconds, [process.output for process in processes]
@@ -74,17 +53,6 @@ def codes_after_a_hang(processes, seconds):
     codes = [process.wait() for process in processes]
     assert time.monotonic() - said < QUICK
     return codes
-
-
-@pytest.mark.slow
-def test_train_one_of_two_hangs_both_end_with_124_and_stacks(tmp_path):
-    with members(tmp_path, 2, words(tmp_path, 2), program=ONE_HANGS) as started:
-        started[0].wait_for("step      2/")
-        codes = codes_after_a_hang(started, DEADLINE + SLACK)
-    assert codes == [124, 124]
-    assert "nothing has happened for 8 s since step" in started[0].output + started[1].output
-    for process in started:
-        assert "maxpipe/training/loop.py" in process.output, "no stacks"
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])

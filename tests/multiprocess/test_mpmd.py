@@ -130,13 +130,6 @@ def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
 
 
 @pytest.mark.slow
-def test_train_that_diverges_on_one_stage_ends_both_with_42(tmp_path):
-    words = ("optimizer.learning_rate=1e30", "optimizer.max_consecutive_skips=2", "steps=8")
-    output = output_of(tmp_path, command(tmp_path, *RUN, *STAGES, *words), [42, 42])
-    assert "update skipped" in output
-
-
-@pytest.mark.slow
 def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
     words = command(tmp_path, *RUN, *STAGES)
     with members(tmp_path, 2, words, program=A_PROGRAM_OF_ITS_OWN) as started:

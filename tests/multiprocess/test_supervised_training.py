@@ -136,10 +136,3 @@ def test_train_supervised_asked_to_stop_saves_and_does_not_restart(tmp_path):
         started[1].send(signal.SIGTERM)
         output = ended(started, [75, 75])
     assert f"step {max(losses(tmp_path / 'base'))} is saved" in output
-
-
-def test_status_of_a_run_without_supervisor_ends_with_2(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        supervise.main(["--status", str(tmp_path)])
-    assert end.value.code == 2
-    assert "no supervisor has written" in capsys.readouterr().err
