@@ -23,7 +23,7 @@ from maxpipe.config.load import Loaded, load
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervise.ending import die_with_parent
-from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
+from maxpipe.supervise.signals import PREEMPTED, handling, numbers_to_pass_on
 
 FAILED = 1
 METRICS = "metrics.jsonl"  # of a member that has made a step
@@ -152,7 +152,7 @@ def _run(command: Sequence[str]) -> int:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        process.send_signal(as_passed_on(number))
+        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     with handling(numbers_to_pass_on(), pass_on):
         code = process.wait()

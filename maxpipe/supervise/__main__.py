@@ -1,10 +1,8 @@
 """Keep a run going: `python -m maxpipe.supervise -- python -m maxpipe.train CONFIG.yml ...`.
 
-Starts the command, and starts it again after exit codes 75, 124 and 134 and after death by a
-signal, at most `--max-restarts` times in a row, with growing pauses. Passes SIGTERM and Ctrl-C on,
-waits, and ends with the command's exit code. With several hosts or processes, one supervisor per
-process finds the others as maxpipe does; when one process ends, all are stopped and restarted
-together. `--status RUN_DIR` shows a supervised run.
+Starts the command, and again after exit codes 75, 124 and 134 and after death by a signal. With
+several hosts or processes, one supervisor per process finds the others as maxpipe does; when one
+process ends, all are restarted together. `--status RUN_DIR` shows a supervised run.
 """
 
 if __name__ == "__main__":

@@ -45,16 +45,12 @@ class Joined(NamedTuple):
     sizes: Sizes | None = None  # told by its last trainer, for a council that begins anew
 
 
-class Ended(NamedTuple):
-    """A trainer has ended; negative codes are signals."""
-
+class Ended(NamedTuple):  # a trainer
     attempt: int
-    code: int
+    code: int  # negative for a signal
 
 
-class Stopping(NamedTuple):
-    """A supervisor was asked to stop by a signal, and has passed it on to its trainer."""
-
+class Stopping(NamedTuple):  # a supervisor, which has passed the signal on to its trainer
     number: int
 
 
@@ -75,15 +71,11 @@ class Save(NamedTuple):
     """Make the trainer save and end, by SIGTERM, because others have come to join."""
 
 
-class End(NamedTuple):
-    """End the trainer, if it has not ended by itself after some seconds."""
-
-    seconds: float
+class End(NamedTuple):  # the trainer
+    seconds: float  # unless it has ended by itself by then
 
 
-class Finish(NamedTuple):
-    """End the supervisor, with this exit code."""
-
+class Finish(NamedTuple):  # the supervisor
     code: int
     why: str
 
@@ -118,6 +110,10 @@ def is_restartable(code: int) -> bool:
     return code in RESTARTABLE or (code < 0 and code != -signal.SIGINT)
 
 
+def is_loss(code: int) -> bool:
+    return is_restartable(code) and code != PREEMPTED
+
+
 def verdict(codes: Sequence[int]) -> int:
     """Return which of the exit codes of all trainers, in order of time, decides what follows.
 
@@ -126,14 +122,10 @@ def verdict(codes: Sequence[int]) -> int:
     """
     for position, code in enumerate(codes):
         # A process that loses another one may fail at whatever it is doing.
-        follows = code == FAILED and any(map(_is_loss, codes[:position]))
+        follows = code == FAILED and any(map(is_loss, codes[:position]))
         if code and not is_restartable(code) and not follows:
             return code
     return next(filter(None, codes), 0)
-
-
-def _is_loss(code: int) -> bool:
-    return is_restartable(code) and code != PREEMPTED
 
 
 @dataclass
@@ -159,9 +151,7 @@ class Council:
 
     A run whose trainers have reported sizes is elastic: if some supervisors do not come back in
     time, the next attempt takes the first ones of the others, as many as the largest possible size.
-    When enough are there for a larger size, the trainers save and end, and all go on together. A
-    size with which trainers fail twice before their first step is not tried again, nor a smaller
-    one.
+    When enough are there for a larger size, the trainers save and end, and all go on together.
 
     `progress` returns how far process 0's trainer is; `log` receives a line for each event.
     """
@@ -195,7 +185,7 @@ class Council:
         self._restarts_in_row = 0  # restarts that count against the limit
 
     def receive(self, member: int, report: Report) -> Finish | None:
-        """Process a report of supervisor `member`; return an order for it if it has to leave."""
+        """Process a supervisor's report; return an order for it if it has to leave."""
         if isinstance(report, Joined):
             return self._join(member, report)
         if isinstance(report, Stopping):
@@ -206,7 +196,7 @@ class Council:
         return None
 
     def lose(self, member: int) -> None:
-        """Note that supervisor `member` is gone; its trainer counts as lost."""
+        """Note that a supervisor is gone; its trainer counts as lost."""
         if self._finish is None:
             self._log(f"the supervisor of {self._name(member)} is lost")
             self._there.pop(member, None)
@@ -274,7 +264,7 @@ class Council:
             self._log(f"{self._name(member)} {by}")
             return None
         self._log(f"{self._name(member)}, which waits, {by}; the others go on")
-        self._there.pop(member, None)
+        del self._there[member]
         return Finish(stop_code(number), "asked to stop")
 
     def _look(self) -> None:
@@ -288,8 +278,7 @@ class Council:
 
     def _usable(self) -> Sequence[int]:
         """Return the supervisors with which an attempt could start now, as many as possible."""
-        there = sorted(self._there)
-        sizes = (*self._sizes.counts, self._count)
+        there, sizes = sorted(self._there), (*self._sizes.counts, self._count)
         fitting = [size for size in sizes if self._fewest <= size <= len(there)]
         # Supervisor 0's host runs the coordinator of every attempt.
         return there[: max(fitting, default=0)] if 0 in self._there else []
@@ -333,8 +322,8 @@ class Council:
         self._attempt = _Attempt(number, members, self._clock(), {*members})
         self._is_gathering = False
         memories = tuple(self._there[member].memory for member in members)
-        place = number, free_port(), self._job, tuple(members)
-        self._orders.append(Start(*place, memories, self._word, whole, self._previous))
+        start = number, free_port(), self._job, tuple(members), memories, self._word, whole
+        self._orders.append(Start(*start, self._previous))
         self._previous = number
 
     def _grow(self) -> None:
@@ -363,7 +352,7 @@ class Council:
             self._show(last_end=f"{self._name(member)} ended by {how}")
             self._log(self.status.last_end)
         seconds = _AFTER_FAILURE_SECONDS
-        if _is_loss(code):
+        if is_loss(code):
             seconds = _AFTER_LOSS_SECONDS
         elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.trained_at):
             seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing

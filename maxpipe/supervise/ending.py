@@ -51,8 +51,7 @@ def run_command(main: Callable[[], int]) -> None:
     """Call a command's `main` and end the process with its exit code.
 
     After a failure the process leaves at once: Python's normal exit waits for threads, and a failed
-    save may leave some that wait for minutes. With several processes `failure.failing_fast` handles
-    errors; an error before that takes the normal exit.
+    save may leave some that wait for minutes. One of several processes takes the normal exit then.
     """
     try:
         code: object = main()
@@ -67,11 +66,8 @@ def run_command(main: Callable[[], int]) -> None:
         leave(FAILED)
     if isinstance(code, int) and any(thread.is_alive() for thread in left_behind):
         if is_one_of_several():
-            try:
-                # Waits for the others like Python's exit; an error does not change the code there.
+            with suppress(Exception):  # waits for the others like Python's exit
                 sys.modules["jax"].distributed.shutdown()
-            except Exception:
-                traceback.print_exc()
         leave(code)
     raise SystemExit(code)
 

@@ -43,6 +43,7 @@ EXPLAINED = (
     TelemetryError,
 )
 
+_OF_JAX = (jax.errors.JaxRuntimeError, MemoryTooSmall)
 # Prefixes of JAX's errors that a lost process never causes.
 _OWN_FAULTS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 _KINDS = {CONFIG_ERROR: "config error", PREEMPTED: "stopped", HUNG: "hung", LOST: "lost"}
@@ -71,7 +72,9 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
             raise
         _print(error)
         if is_one_of_several:
-            _end_all(CONFIG_ERROR if isinstance(error, ConfigError) else FAILED, str(error))
+            code = CONFIG_ERROR if isinstance(error, ConfigError) else FAILED
+            _announce(code, str(error))
+            leave(code)
         raise SystemExit(FAILED) from None
 
 
@@ -86,7 +89,10 @@ def ending_with_lost_process() -> Iterator[None]:
         yield
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not _is_of_jax(cause):
+        # JAX raises a ValueError for an operation that another process's failure prevents.
+        while cause is not None and not (
+            isinstance(cause, _OF_JAX) or (isinstance(cause, ValueError) and "Gloo" in str(cause))
+        ):
             cause = cause.__cause__
         if processes.count() == 1 or cause is None:
             raise
@@ -95,9 +101,10 @@ def ending_with_lost_process() -> Iterator[None]:
         # compared to which this error would say nothing.
         is_alike = not is_own and _meet(_FAILED_ALIKE)
         _print(error)
-        if is_alike:
-            leave(FAILED)
-        _end_all(FAILED if is_own else LOST, str(error))
+        code = FAILED if is_own or is_alike else LOST
+        if not is_alike:
+            _announce(code, str(error))
+        leave(code)
 
 
 def _print(error: Exception) -> None:
@@ -108,13 +115,6 @@ def _print(error: Exception) -> None:
             print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
-
-
-def _is_of_jax(error: BaseException) -> bool:
-    # JAX raises a ValueError for an operation that another process's failure prevents.
-    return isinstance(error, jax.errors.JaxRuntimeError | MemoryTooSmall) or (
-        isinstance(error, ValueError) and "Gloo" in str(error)
-    )
 
 
 @contextmanager
@@ -145,12 +145,6 @@ def _listen(closed: threading.Event) -> None:
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         _meet(_REASON)
         leave(code)
-
-
-def _end_all(code: int, reason: str) -> None:
-    """Post why this process ends, and leave with the others."""
-    _announce(code, reason)
-    leave(code)
 
 
 def _announce(code: int, reason: str) -> None:

@@ -34,7 +34,6 @@ _KINDS: dict[str, type[Report | Order]] = {kind.__name__: kind for kind in get_a
 
 
 def encode(message: Report | Order) -> str:
-    """Return a message as one line: its kind and JSON."""
     return f"{type(message).__name__} {json.dumps(message._asdict(), default=asdict)}"
 
 
@@ -47,7 +46,7 @@ def decode(line: str) -> Report | Order:
 
 
 class Line:
-    """Sends and receives messages over a connection whose other side has proved the secret.
+    """A connection whose other side has proved the secret.
 
     A thread puts each message into `inbox`, with the line, and at last why there are no more.
     """
@@ -73,7 +72,6 @@ class Line:
             self.send(None)
 
     def close(self) -> None:
-        """Close the connection, which also ends the thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -110,12 +108,10 @@ class Hub:
     @contextmanager
     def serving(self, host: str, port: int, secret: str) -> Iterator[int]:
         """Listen at an address of this machine, or any port for 0; yield the port."""
-
-        def take(connection: socket.socket, _: str) -> None:
-            Line(connection, self._inbox)
-
         thread = threading.Thread(target=self._serve, name="council", daemon=True)
-        with listening(host, port, lambda: secret, take) as port:
+        with listening(
+            host, port, lambda: secret, lambda connection, _: Line(connection, self._inbox)
+        ) as port:
             thread.start()
             try:
                 yield port

@@ -1,12 +1,10 @@
 """Keep replicas in memory, outside of the trainers: a directory of each supervisor, and its copies.
 
-The directory outlives a trainer and ends with its supervisor. It has two parts. `own` is the
-trainer's: the steps that `maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of
-the previous supervisor among those that take part; the first one copies the last one's, so that the
-loss of a host loses no replica. A supervisor serves both parts to the others, and asks the previous
-one for new steps several times a second; `copied` tells its trainer which of its steps the partner
-has. A supervisor that begins with an empty memory, such as on a host that replaces a lost one,
-first fetches its own steps back from its partner.
+The directory outlives a trainer and ends with its supervisor. `own` holds the trainer's steps, see
+`maxpipe.checkpoint.replicas`; `partner` is a copy of the `own` of the previous supervisor among
+those that take part, so that the loss of a host loses no replica; `copied` tells the trainer which
+of its steps its partner has. A supervisor that begins with an empty memory, such as on a host that
+replaces a lost one, first fetches its own steps back.
 
 The council's order to start holds the addresses of the memories and a secret for them. Who asks
 names a part and the steps it has; the answer is a line of JSON, step -> file -> size, and the files
@@ -223,29 +221,26 @@ class Partners:
         shutil.rmtree(fetched, ignore_errors=True)  # the next attempt fetches all
 
     def _answer(self, connection: socket.socket, word: str) -> None:
-        with connection, suppress(*ERRORS), connection.makefile("rwb") as file:
+        with connection, suppress(*ERRORS), connection.makefile("rwb") as stream:
             connection.settimeout(_TIMEOUT_SECONDS)
-            part, *held = parse_record(file.readline(_MAX_LINE), list[str]) or [""]
-            if part in (OWN, PARTNER):
-                self._send(part, held, word, file)
-
-    def _send(self, part: str, held: list[str], word: str, out: BufferedIOBase) -> None:
-        """Send the steps in a part that the other side does not hold."""
-        directory = self._memory / part
-        steps: Steps = {name: {} for name in names_in(directory)}
-        lacking = _oldest_first(steps.keys() - held)
-        for name in lacking:
-            files = [path for path in (directory / name).rglob("*") if path.is_file()]
-            sizes = {path.relative_to(directory / name): path.stat().st_size for path in files}
-            steps[name] = {path.as_posix(): size for path, size in sizes.items()}
-        out.write(json.dumps(steps).encode() + b"\n")
-        with self._telling:
-            if part == OWN and word == self._word:  # still
-                write_atomically(self._memory / COPIED, [json.dumps(held).encode()])
-        for name in lacking:
-            for path, size in steps[name].items():
-                with (directory / name / path).open("rb") as file:
-                    _copy(file, out, size, self._ended)
+            part, *held = parse_record(stream.readline(_MAX_LINE), list[str]) or [""]
+            if part not in (OWN, PARTNER):
+                return
+            directory = self._memory / part
+            steps: Steps = {name: {} for name in names_in(directory)}
+            lacking = _oldest_first(steps.keys() - held)
+            for name in lacking:
+                files = [path for path in (directory / name).rglob("*") if path.is_file()]
+                sizes = {path.relative_to(directory / name): path.stat().st_size for path in files}
+                steps[name] = {path.as_posix(): size for path, size in sizes.items()}
+            stream.write(json.dumps(steps).encode() + b"\n")
+            with self._telling:
+                if part == OWN and word == self._word:  # still
+                    write_atomically(self._memory / COPIED, [json.dumps(held).encode()])
+            for name in lacking:
+                for path, size in steps[name].items():
+                    with (directory / name / path).open("rb") as file:
+                        _copy(file, stream, size, self._ended)
 
 
 def _oldest_first(names: Iterable[str]) -> list[str]:
@@ -255,7 +250,6 @@ def _oldest_first(names: Iterable[str]) -> list[str]:
 def _receive(
     answer: BufferedIOBase, files: Mapping[str, int], step: Path, ended: threading.Event
 ) -> None:
-    """Write the files of a step that follow in an answer."""
     for name, size in files.items():
         (step / name).parent.mkdir(parents=True, exist_ok=True)
         with (step / name).open("wb") as copy:

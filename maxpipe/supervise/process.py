@@ -177,7 +177,7 @@ class RunLease:
             lease.check()
 
     def verify(self) -> None:
-        """Look at the directory now, rather than trust the last renewal; raises as `check`."""
+        """Look at the directory now; raises as `check`."""
         for lease in self._leases[:1]:
             lease.verify()
         self.check()
@@ -206,8 +206,8 @@ def own_run(
         return lease
 
     with ExitStack() as stack:
-        for missing in reversed([path for path in (root, *root.parents) if not path.exists()]):
-            stack.callback(_remove_if_empty, missing)
+        missing = [path for path in (root, *root.parents) if not path.exists()]
+        stack.callback(_remove_empty, missing)
         try:
             leases = [own(LeaseDirectory(root))]
         except OSError as error:
@@ -219,9 +219,10 @@ def own_run(
         yield RunLease(leases)
 
 
-def _remove_if_empty(directory: Path) -> None:
+def _remove_empty(directories: Sequence[Path]) -> None:
     with suppress(OSError):
-        directory.rmdir()
+        for directory in directories:
+            directory.rmdir()
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ _ACCEPT_SECONDS = 0.2
 def run_secret(command: Sequence[str], count: int) -> str:
     """Return the secret of a run of `count` supervisors.
 
-    It is MAXPIPE_SECRET, which is taken out of the environment. Without that it is in a file that
-    only this user may read, in the `output_dir` of the training, which all hosts share. For another
-    command it is in `~/.cache/maxpipe`.
+    It is MAXPIPE_SECRET, which is taken out of the environment, or in a file that only this user
+    may read: in the `output_dir` of a training, for another command in `~/.cache/maxpipe`.
 
     Raises:
       ConfigError: there is no secret, and no place for one that only this user may read.
@@ -73,10 +72,8 @@ def _secret_in(directory: Path) -> str:
 
 
 def _output_dir(command: Sequence[str]) -> Path | None:
-    """Return `output_dir` of a command that trains; None if it is another one, or no directory.
-
-    Variants need not be known here, so the configuration is not checked.
-    """
+    """Return `output_dir` of a command that trains; None if it is another one, or no directory."""
+    # Variants need not be known here, so the configuration is not checked.
     trains = [i for i, word in enumerate(command) if word in ("maxpipe.train", "train")]
     words = command[trains[0] + 1 :] if trains else []
     file = next(filter(names_config, words), None)
@@ -94,11 +91,7 @@ def _output_dir(command: Sequence[str]) -> Path | None:
 
 
 def prove(connection: socket.socket, secret: str, side: str) -> None:
-    """Prove a secret to the other side as `CALLER` or `LISTENER`, and see that it knows it too.
-
-    Raises:
-      ConnectionError: it does not, or says nothing for a few seconds.
-    """
+    """Prove a secret as `CALLER` or `LISTENER`; ConnectionError if the other side does not."""
 
     def proof(of: str, first: bytes, second: bytes) -> bytes:
         return hmac.digest(
@@ -145,8 +138,7 @@ def listening(
       host: name or address of this machine; only "localhost" is out of reach for other machines.
       port: port to listen at; 0 for any.
       secret: function that returns the secret; "" refuses everyone.
-      handle: function that receives a connection, to be closed by it, and the secret; called in a
-        thread for each connection.
+      handle: function that receives a connection, to be closed by it, and the secret, in a thread.
     """
 
     def admit(connection: socket.socket) -> None:

@@ -20,8 +20,11 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def numbers_to_pass_on() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop what it has started."""
-    # SIGHUP comes when the terminal is closed, unless nohup has made it ignored.
+    """Return the signals that ask a process to stop what it has started.
+
+    SIGHUP, which comes when a terminal is closed, is one of them unless nohup has made it ignored.
+    It is passed on as SIGTERM: itself it would kill a run.
+    """
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGHUP, signal.SIGTERM, signal.SIGINT][is_ignored:]
 
@@ -38,11 +41,6 @@ def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[No
     finally:
         for number, before in reversed(previous.items()):
             signal.signal(number, before)
-
-
-def as_passed_on(number: int) -> int:
-    """Return the signal to pass on for `number`: SIGTERM for SIGHUP, which would kill a run."""
-    return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 class Interruption:
@@ -105,7 +103,7 @@ class Interruption:
         self._handler_of_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
 
     def begin(self) -> None:
-        """Make signals wait for a step and a save from now on, once the first step is done."""
+        """Make signals wait for a step and a save from now on."""
         self._begun = True
 
     def after(self, step: int) -> bool:

@@ -52,7 +52,7 @@ class TrainerProcess:
         self._abort_at = self._kill_at = float("inf")
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs; end it if due."""
+        """Return the exit code, negative for a signal; None while it runs. End it if due."""
         code, now = self._process.poll(), time.monotonic()
         if code is not None or now >= self._kill_at:
             with suppress(ProcessLookupError, PermissionError):
@@ -68,21 +68,16 @@ class TrainerProcess:
 
 
 class Supervisor:
-    """Follows the orders of a council for one host; see `supervise`.
-
-    Args:
-      memory: directory for replicas, the trainer's and a partner's, and for the trainer's progress.
-      partners: exchange of replicas with other supervisors, at `port`.
-    """
+    """Follows the orders of a council for one host; see `supervise`."""
 
     def __init__(
         self,
         command: Sequence[str],
         place: Place,
         log: Callable[[str], None],
-        memory: Path,
-        partners: Partners,
-        port: int,
+        memory: Path,  # for replicas, the trainer's and a partner's, and for its progress
+        partners: Partners,  # exchange replicas with other supervisors
+        port: int,  # of these
     ):
         self.code: int | None = None  # exit code, once the run has ended
         self.progress_file = memory / "progress.json"  # written by the trainer
@@ -104,8 +99,8 @@ class Supervisor:
     ) -> int:
         """Join the council, again if it is lost, and follow its orders; return the exit code.
 
-        Supervisor 0, at `address`, may be away for `wait_seconds`. `signals` receives signals that
-        ask to stop, as they come.
+        Supervisor 0, at `address`, may be away for `wait_seconds`. `signals` receives those that
+        ask to stop.
         """
         until, told = time.monotonic() + wait_seconds, ""
         while self.code is None:
@@ -119,22 +114,20 @@ class Supervisor:
                     self._line, until = None, time.monotonic() + wait_seconds
                     self._log(f"the line to supervisor 0 is lost ({error}); {self._name} ends")
                     self.end()
-                absence = f"no supervisor 0 at {address[0]}:{address[1]} ({error})"
-                absence += "; start it there, and let hosts reach this port"
-                if time.monotonic() > until:
-                    self._log(f"{absence}; exit code {LOST}")
+                is_over, where = time.monotonic() > until, f"{address[0]}:{address[1]}"
+                if is_over or str(error) != told:
+                    told, remedy = str(error), "start it there, and let hosts reach this port"
+                    end = f"; exit code {LOST}" * is_over
+                    self._log(f"no supervisor 0 at {where} ({error}); {remedy}{end}")
+                if is_over:
                     return LOST
-                if absence != told:
-                    told = absence
-                    self._log(absence)
                 time.sleep(_RETRY_SECONDS)
         return self.code
 
     def _converse(self, address: tuple[str, int], secret: str, signals: list[int]) -> None:
         """Join over a new line, and follow orders up to the last one.
 
-        Raises:
-          OSError: supervisor 0 cannot be reached, is gone, or knows another secret.
+        Raises OSError if supervisor 0 cannot be reached, is gone, or knows another secret.
         """
         connection = socket.create_connection(address, SILENCE_SECONDS)
         try:
@@ -157,12 +150,10 @@ class Supervisor:
 
     def greeting(self, host: str) -> Joined:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
-        place = self._place
         # Supervisor 0 reaches itself by an address that the others cannot use.
-        served = f"{place.host if place.index == 0 else host}:{self._port}"
-        return Joined(
-            place.count, platform.node(), served, self._took_part, place.index, self._sizes
-        )
+        served = f"{host if self._place.index else self._place.host}:{self._port}"
+        count, index, name = self._place.count, self._place.index, platform.node()
+        return Joined(count, name, served, self._took_part, index, self._sizes)
 
     def handle(self, order: Order | Report | OSError) -> None:
         """Follow an order; raises OSError once there are no more."""
@@ -279,8 +270,8 @@ def supervise(
 ) -> int:
     """Keep the trainer of this host running until its run has ended; return the exit code.
 
-    With several hosts, each has a supervisor; process 0's runs the council for all. If it is lost,
-    the others end their trainers and wait for it to come back.
+    Process 0's supervisor runs the council for all. If it is lost, the others end their trainers
+    and wait for it to come back.
 
     Raises:
       ConfigError: there is no secret, or the council's port is in use.
@@ -315,8 +306,7 @@ def supervise(
 def _writing_status(head: Council, progress: Path) -> Iterator[None]:
     """Write `supervisor.json` into the run's directory every few seconds, and at the end.
 
-    A thread does so: a file system may stall for longer than the other supervisors tolerate
-    silence.
+    In a thread: a file system may stall for longer than other supervisors tolerate silence.
     """
     closed = threading.Event()
 
