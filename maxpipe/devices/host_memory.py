@@ -57,9 +57,7 @@ def to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
 def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     """Return how many bytes of memory the host and a container have free for this process.
 
-    Args:
-      meminfo: the host's /proc/meminfo.
-      cgroup: directory of the container's cgroup, version 2; without one there is no limit.
+    `cgroup` is the directory of the container's cgroup, version 2; without one there is no limit.
     """
     available = 1024 * _numbers(meminfo.read_text().replace(":", ""))["MemAvailable"]
     try:

@@ -68,10 +68,7 @@ def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
 def whole_processes(grid: np.ndarray) -> np.ndarray:
     """Return the devices arranged so that no process has parts of several stages, if possible.
 
-    A grid that is already arranged so, as with one process, is returned unchanged.
-
-    Args:
-      grid: devices by mesh axis.
+    A grid (devices by mesh axis) that is already arranged so is returned unchanged.
     """
     axis = MESH_AXES.index("stage")
     stages = np.moveaxis(grid, axis, 0)
@@ -86,11 +83,7 @@ def whole_processes(grid: np.ndarray) -> np.ndarray:
 
 
 def has_whole_processes(grid: np.ndarray) -> bool:
-    """Return whether every stage consists of whole processes, or lies in one.
-
-    Args:
-      grid: devices by mesh axis.
-    """
+    """Return whether every stage of a grid consists of whole processes, or lies in one."""
     stages = np.moveaxis(grid, MESH_AXES.index("stage"), 0)
     members = [frozenset(d.process_index for d in stage.flat) for stage in stages]
     return all(

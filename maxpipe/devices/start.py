@@ -58,11 +58,7 @@ def start_jax(config: Config) -> None:
 
 
 def check_platforms() -> None:
-    """Start the devices of a run with one process, and check that JAX_PLATFORMS is right.
-
-    Raises:
-      ConfigError: JAX lacks a platform that it names, such as CUDA without its extra.
-    """
+    """Start the devices of a run with one process; ConfigError if JAX_PLATFORMS is wrong."""
     if processes.count() > 1:
         return  # an error may also come from a lost process
     platforms = os.environ.get("JAX_PLATFORMS")
@@ -92,12 +88,10 @@ def name_machine() -> None:
 
 
 def simulated_share(devices: int) -> int:
-    """Return how many of the simulated devices belong to this process.
-
-    The configuration counts those of all hosts, even if the run goes on without some of them.
+    """Return how many of the simulated devices of all hosts belong to this process.
 
     Raises:
-      ConfigError: the devices do not divide over the processes.
+      ConfigError: they do not divide over the processes.
     """
     count = _processes_of_whole_run()
     if devices % count:
@@ -119,12 +113,8 @@ def start_processes(heartbeat_timeout: int) -> None:
     recognises TPU pods, and Slurm and MPI jobs of more than one task. With MAXPIPE_DISTRIBUTED=1 it
     looks further: on TPU VMs the facts are in the metadata server, not in the environment.
 
-    Args:
-      heartbeat_timeout: seconds of silence after which a process counts as lost; also how long a
-        process waits for the others at the end.
-
-    Raises:
-      ConfigError: one of the variables is missing.
+    `heartbeat_timeout` is for how many seconds a process may be silent, and how long it waits for
+    the others at the end. Raises ConfigError if one of the variables is missing.
     """
     if jax.distributed.is_initialized():
         return  # by an earlier run of this program

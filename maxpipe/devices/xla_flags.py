@@ -92,13 +92,8 @@ def own_flags(variable: str, environment: Mapping[str, str]) -> str:
 def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     """Return lines on the recommended flags if the environment leaves one unset, else none.
 
-    Args:
-      device: the device that runs the program.
-      environment: the process's variables. A flag that is set to another value is the user's
-        choice.
-
-    Returns:
-      A sentence, and an assignment that can be pasted into a shell.
+    They are a sentence, and an assignment that can be pasted into a shell. A flag that is set to
+    another value is the user's choice.
     """
     recommended = recommended_for(device)
     if recommended is None:

@@ -70,7 +70,7 @@ class LeaseDirectory:
         return None
 
     def create(self, name: str, text: str) -> bool:
-        """Create a file or object atomically; return false if there is one of that name."""
+        """Create a file or object atomically; return false if there is one already."""
         self._path.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), (self._path / name).open("x", encoding="utf-8") as file:
             file.write(text)
@@ -155,13 +155,12 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the owner that a lease names; an unknown one if the text names none."""
+        """Return the owner that a lease names, or an unknown one."""
         with suppress(Damaged):
             return parse_record(text, cls)
         return cls("", "an unknown host", "", 0, 0, "an unknown time")
 
     def to_json(self) -> str:
-        """Return the text of a lease."""
         return json.dumps(asdict(self)) + "\n"
 
     def __str__(self) -> str:
@@ -180,7 +179,6 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether `check` would raise."""
         return self._lost != ""
 
     def check(self) -> None:
@@ -203,10 +201,7 @@ class Lease:
         self.check()
 
     def release(self) -> None:
-        """Stop renewing, and remove the lease if it is still this owner's.
-
-        A store that fails now, or does not answer for a few seconds, leaves a lease that expires.
-        """
+        """Stop renewing, and remove the lease if it is this owner's and the store answers."""
         self._closed.set()
         self._thread.join(_RELEASE_SECONDS)
 
@@ -230,10 +225,7 @@ def acquire(
 ) -> Lease:
     """Return the lease of a place; watch it for `LEASE_SECONDS` first if its owner may be dead.
 
-    `log` receives a line before a wait and after a takeover.
-
-    Raises:
-      PlaceInUse: the owner is alive.
+    `log` receives a line before a wait and after a takeover. Raises `PlaceInUse`.
     """
     watched: Entry | None = None
     waited = blocked = 0.0

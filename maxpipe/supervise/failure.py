@@ -11,12 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import jax
 
-from maxpipe.checkpoint.errors import (
-    CheckpointDamaged,
-    CheckpointMismatch,
-    CheckpointSaveError,
-    CheckpointUnreadable,
-)
+from maxpipe.checkpoint.errors import CheckpointMismatch, CheckpointSaveError, ReadError
 from maxpipe.config.cli import CONFIG_ERROR, print_problems
 from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
@@ -34,13 +29,8 @@ class MemoryTooSmall(Exception):
 
 # Errors whose messages say all that a user can act on.
 EXPLAINED = (
-    CheckpointDamaged,
-    CheckpointMismatch,
-    CheckpointSaveError,
-    CheckpointUnreadable,
-    LeaseLost,
-    MemoryTooSmall,
-    TelemetryError,
+    *(ReadError, CheckpointMismatch, CheckpointSaveError),
+    *(LeaseLost, MemoryTooSmall, TelemetryError),
 )
 
 _OF_JAX = (jax.errors.JaxRuntimeError, MemoryTooSmall)
@@ -58,10 +48,9 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     """End the process on an error; as one of several, end the others with the same code and reason.
 
     A `ConfigError` ends with exit code 2, any other error with 1, after a traceback unless its
-    message is enough. One of several processes does not take Python's normal exit then: it would
-    wait for the others, and they wait for this one in a collective.
-
-    With `ends_process=False`, errors of a run with one process are left to the caller.
+    message is enough. Python's normal exit of one of several processes would wait for the others,
+    which wait for this one in a collective. With `ends_process=False`, errors of a run with one
+    process are left to the caller.
     """
     is_one_of_several = processes.count() > 1
     try:

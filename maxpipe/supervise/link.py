@@ -109,9 +109,7 @@ class Hub:
     def serving(self, host: str, port: int, secret: str) -> Iterator[int]:
         """Listen at an address of this machine, or any port for 0; yield the port."""
         thread = threading.Thread(target=self._serve, name="council", daemon=True)
-        with listening(
-            host, port, lambda: secret, lambda connection, _: Line(connection, self._inbox)
-        ) as port:
+        with listening(host, port, lambda: secret, lambda c, _: Line(c, self._inbox)) as port:
             thread.start()
             try:
                 yield port
@@ -127,8 +125,7 @@ class Hub:
                 with suppress(queue.Empty):
                     self._hear(*self._inbox.get(timeout=_TICK_SECONDS))
                 orders = self._council.take_orders()
-            except Exception as error:
-                # Without this, supervisor 0 would go on as if the run were still supervised.
+            except Exception as error:  # or supervisor 0 would go on as if all were well
                 emit("".join(traceback.format_exception(error)), sys.stderr)
                 self._council.finish(FAILED, f"the council has failed: {error!r}")
                 orders = self._council.take_orders()

@@ -83,9 +83,7 @@ def copy_new_steps(
     """Make `target` equal to a part of another memory, always keeping at least one of its steps.
 
     A part without steps changes nothing: its supervisor has just begun. `ended` ends the copy.
-
-    Raises:
-      One of `ERRORS`: the supervisor cannot be reached, or has just removed a step.
+    Raises one of `ERRORS`.
     """
     held = names_in(target)
     host, _, port = address.rpartition(":")
@@ -114,8 +112,7 @@ def copy_new_steps(
 class Partners:
     """Serves a supervisor's memory to the others, and copies the previous supervisor's.
 
-    Each attempt has a thread, which first waits for the thread of the attempt before: what that one
-    copies is of another attempt.
+    Each attempt has a thread, which first waits for that of the attempt before to end its copy.
     """
 
     def __init__(self, memory: Path, index: int):
@@ -146,15 +143,10 @@ class Partners:
     def begin(
         self, addresses: Mapping[int, str], word: str, *, forgets: bool = False
     ) -> threading.Event:
-        """Begin to serve and follow the others of an attempt.
+        """Begin to serve and follow those who take part, in order, given supervisor -> address.
 
-        Args:
-          addresses: supervisor -> address of its memory, for all that take part, in order.
-          word: secret of these memories.
-          forgets: whether the steps in this memory are of another history than the others'.
-
-        Returns:
-          An event that is set when the memory is ready for the trainer, with its lost steps.
+        `forgets` if the steps in this memory are of another history than the others'. Returns an
+        event that is set when the memory is ready for the trainer, with its lost steps.
         """
         self.rest()
         before, ready = self._thread, threading.Event()

@@ -48,8 +48,8 @@ class Progress(NamedTuple):
 
     attempt: int = 0  # of its job
     run: str = ""  # the run's directory, once it is known
-    step: int = 0  # number of finished steps; 0 before the first one of this process
-    at: float = 0.0  # when that step was finished, by the machine's clock
+    step: int = 0  # the last finished step; 0 before the first one of this process
+    at: float = 0.0  # when it was finished, by the machine's clock
     sizes: Sizes | None = None  # with which the run may go on, once they are known
 
 
