@@ -85,23 +85,10 @@ def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
 def test_command_bad_input_exits_with_2_and_reason(run_dir, capsys):
     for words, prompt, message in [
         ((), "", "--prompt: is empty"),
-        (
-            (),
-            "x" * LENGTH,
-            f"--prompt: has {LENGTH + 1} tokens, and the model has learned {LENGTH} positions",
-        ),
+        ((), "x" * LENGTH, f"--prompt: has {LENGTH + 1} tokens, and the model has learned"),
         (("--step=7",), "a", "--step: 7 is not saved in"),
-        (
-            ("--tokenizer=/nowhere/tokenizer.json",),
-            "a",
-            "--tokenizer: '/nowhere/tokenizer.json' is neither",
-        ),
-        (("--stop=",), "a", "--stop: expected texts, none of them empty"),
-        (
-            ("--stop-token=1000",),
-            "a",
-            "--stop-token: the model has no token 1000; its ids are 0 to",
-        ),
+        (("--tokenizer=/nowhere.json",), "a", "--tokenizer: '/nowhere.json' is neither"),
+        (("--stop-token=1000",), "a", "--stop-token: the model has no token 1000; its ids are 0"),
         (("--top-p=2",), "a", "--top-p: expected a number above 0, and at most 1"),
         (("--max-tokens=many",), "a", "argument --max-tokens: invalid int value: 'many'"),
     ]:
@@ -120,7 +107,6 @@ def test_command_writes_no_complaints_of_libtpu(run_dir):
 
 
 def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):
-    assert "--prompt" not in call(capsys, tmp_path)[2]
     assert f"RUN_DIR: {tmp_path} holds no checkpoint" in call(capsys, tmp_path)[2]
     code, _, error = call(capsys, tmp_path / "nowhere")
     assert code == 2

@@ -1,21 +1,16 @@
 """`maxpipe.tokenize`: tokenizers of any size, and token files that train like the texts."""
 
-import errno
 import json
-import os
-import resource
 
 import numpy as np
 import pytest
 
 from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
-from maxpipe.data import corpus as corpus_module
 from maxpipe.data import encoding
 from maxpipe.data.documents import EncodedDocuments, open_documents
 from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.storage.local_files import write_atomically
 
 TEXTS = [
     "the cat sat on the mat\n" * 20,
@@ -62,25 +57,6 @@ def test_train_on_little_text_says_how_many_tokens_there_are(corpus, tmp_path, c
     printed = capsys.readouterr().out
     assert f"the texts give {size} tokens, not 8,000: give more of them" in printed
     assert f"train with 'data.tokenizer={out}' model.vocab_size={size}\n" in printed
-
-
-def test_train_whose_tokenizer_cannot_be_written_leaves_nothing_in_the_way(
-    corpus, tmp_path, monkeypatch, capsys
-):
-    def write(path, pieces):
-        if path.name == "tokenizer.json":  # the larger file
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_atomically(path, pieces)
-
-    out = tmp_path / "made" / "tokenizer.json"
-    words = ["train", str(corpus), "--vocab-size", "300", "--out", str(out)]
-    with monkeypatch.context() as full:
-        full.setattr(corpus_module, "write_atomically", write)
-        with pytest.raises(SystemExit):
-            tokenize.main(words)
-    assert f"cannot write to {out}: No space left on device" in capsys.readouterr().err
-    assert not any(out.parent.iterdir())
-    assert tokenize.main(words) == 0
 
 
 def encode(corpus, tokenizer, out, *words):
@@ -142,28 +118,16 @@ def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypa
     assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
 
 
-def test_many_parts_are_mapped_once_each_or_as_many_as_there_are_descriptors_for(
-    tmp_path, monkeypatch
-):
+def test_many_parts_are_mapped_once_each(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "PART_BYTES", 1)
     lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
     (tmp_path / "a.jsonl").write_text(lines)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for most, passes in ((encoding.MOST_PARTS, 2), (300, 1)):
-        monkeypatch.setattr(encoding, "MOST_PARTS", most)
-        out = tmp_path / f"tokens of {most}"
-        _map_tokens.cache_clear()
-        # macOS gives a process 256, of which this one has many already.
-        few = len(os.listdir("/dev/fd")) + 200
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-        try:
-            assert encode(tmp_path / "a.jsonl", "byte", out, "--workers=1") == 0
-            assert len([*out.glob("part-*.bin")]) == most
-            for _ in range(passes):
-                assert len(ids_of("token_bin", out, "byte")) == 300
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert most == 300 or _map_tokens.cache_info().misses == most
+    _map_tokens.cache_clear()
+    assert encode(tmp_path / "a.jsonl", "byte", tmp_path / "tokens", "--workers=1") == 0
+    assert len([*(tmp_path / "tokens").glob("part-*.bin")]) == encoding.MOST_PARTS
+    for _ in range(2):
+        assert len(ids_of("token_bin", tmp_path / "tokens", "byte")) == 300
+    assert _map_tokens.cache_info().misses == encoding.MOST_PARTS
 
 
 def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, monkeypatch, capsys):
@@ -187,24 +151,13 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
 def test_tokenize_with_bad_words_ends_with_2_and_one_line(trained, tmp_path, capsys):
     for words, message in [
         (["train", "{}/corpus", "--vocab-size=256"], "--vocab-size: expected a whole number of at"),
-        (["train", "{}/corpus", "--vocab-size=lots"], "--vocab-size: expected a whole number"),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/made/tokenizer.json"], "--out: "),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/x.model"], "must end in .json"),
-        (
-            ["train", "{}/corpus", "--vocab-size=1k", "--out=gs://b/x.json"],
-            "--out: gs://b/x.json is",
-        ),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out=s3://b/t"], "--out: s3://b/t is a URL"),
-        (
-            ["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--cache-dir=gs://b"],
-            "--cache-dir: gs://b is a URL",
-        ),
         (["train", "{}/none", "--vocab-size=1k", "--out={}/x.json"], "FILES: no file at"),
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/corpus"], "--out: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--workers=0"], "--workers: "),
-        (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--sequence-length=0"], "--seq"),
-        (["encode", "{}/none", "--tokenizer=byte", "--out={}/t"], "FILES: no file at"),
     ]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:

@@ -113,30 +113,13 @@ def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkey
     assert error == "(the oldest turns are forgotten: it reads 256 tokens (data.sequence_length))\n"
 
 
-class _Terminal(io.RawIOBase):
-    """Standard input that gives a line at a time."""
-
-    def __init__(self, lines: list[bytes], is_terminal: bool):
-        self._lines, self._is_terminal = [*lines], is_terminal
-
-    def readable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-    def readinto(self, buffer: memoryview) -> int:
-        line = self._lines.pop(0) if self._lines else b""
-        buffer[: len(line)] = line
-        return len(line)
-
-
 def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
     run_dir, tmp_path, capsys, monkeypatch
 ):
     def call(line, is_terminal):
-        source = io.BufferedReader(_Terminal([b"One?\n", line, b"Two?\n"], is_terminal))
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(source, "utf-8"))
+        stdin = io.StringIO(f"One?\n{line}\nTwo?\n")
+        stdin.isatty = lambda: is_terminal
+        monkeypatch.setattr("sys.stdin", stdin)
         prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
         return *_call(capsys, run, "--chat"), prompts
 
@@ -145,8 +128,8 @@ def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
     refusal = "{% for m in messages if m.content == 'refused' %}{{ raise_exception('no') }}"
     template.write_text(refusal + "{% endfor %}" + template.read_text())
     for line, problem in {
-        b"a" * 300 + b"\n": "the conversation has 3",
-        b"refused\n": "cannot lay it out",
+        "a" * 300: "the conversation has 3",
+        "refused": "cannot lay it out",
     }.items():
         code, out, error, prompts = call(line, True)
         assert (code, out) == (0, "> 1\n> > 2\n> ")
@@ -157,7 +140,7 @@ def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
         )
         code, out, error, _ = call(line, False)
         assert (code, out) == (2, "1\n")
-        assert f"--chat: {problem}" in error or f"chat_template.jinja {problem}" in error
+        assert problem in error
 
 
 def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, monkeypatch):
@@ -194,7 +177,6 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     assert "--chat: the run has no chat template: data.tokenizer=byte has no" in error
     with pytest.raises(ConfigError, match="messages: the run has no chat template"):
         maxpipe.load_model(text).chat(ONE)
-    assert "--prompt is required, or --chat" in _call(capsys, run_dir)[2]
     assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]
 
 

@@ -26,7 +26,6 @@ def test_text_stream_returns_characters_when_complete():
 
 
 def test_text_stream_keeps_spaces_before_words(tmp_path):
-    """A token that begins a word loses its space if it is decoded alone."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

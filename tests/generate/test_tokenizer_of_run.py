@@ -61,14 +61,6 @@ def test_run_without_a_copy_takes_the_original_or_says_what_is_missing(config, t
     assert find_tokenizer(None, Config(), {}, store).vocab_size == 259
 
 
-def test_kept_tokenizer_of_another_start_is_replaced(config, tmp_path):
-    root = keep(config)
-    names = {path.name for path in (root / "tokenizer").iterdir()}
-    assert names == {"own.json", "tokenizer_config.json"}
-    keep(replace(config, **{"data.tokenizer": "byte"}))
-    assert list((root / "tokenizer").iterdir()) == []
-
-
 def test_mirrored_run_generates_with_its_copy(config, meta, s3, tmp_path):
     s3.create_bucket(Bucket="tokenizer-of-run")
     url = "s3://tokenizer-of-run/base/checkpoints"

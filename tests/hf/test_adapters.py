@@ -65,7 +65,6 @@ def test_base_of_an_adapter_is_named_as_peft_finds_it(folder, tmp_path, monkeypa
             ("hf:org/name@v1.0", "org/name", "v1.0"),
             ("hf:~/models/x@1", "/home/u/models/x@1", None),
             ("hf:s3://bucket/model", None, None),
-            ("", None, None),
         )
     ):
         run, adapter = save_run(folder, init_from=init_from, **LORA), tmp_path / f"adapter-{number}"

@@ -107,26 +107,6 @@ def export_of(config, name, target, **values):
     return {file.name: file.read_text() for file in target.iterdir()}
 
 
-def test_export_has_the_template_that_the_run_was_trained_with(folder, tmp_path, transformers):
-    tokens = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATES[1]}
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
-    own = {"data.source": "chat", "data.tokenizer": str(folder), "output_dir": str(tmp_path)}
-    config = replace(importing(write_folder(tmp_path / "model")), **own, init_from="")
-    for value in ("", "chatml"):
-        target = tmp_path / f"hf-{value}"
-        export_of(config, f"run-{value}", target, **{"data.chat_template": value})
-        theirs = transformers.AutoTokenizer.from_pretrained(target)
-        rendered = load_chat_template(value, str(folder)).render(TALK, None)
-        ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
-        assert theirs.apply_chat_template(TALK, tokenize=False) == rendered.text
-        found = theirs.apply_chat_template(
-            TALK, return_dict=True, return_assistant_tokens_mask=True
-        )
-        np.testing.assert_array_equal(found["input_ids"], ids)
-        np.testing.assert_array_equal(found["assistant_masks"], weights)
-
-
 def test_trained_template_takes_the_place_of_the_imported_one(tmp_path):
     source = write_folder(tmp_path / "model")
     (source / "chat_template.json").write_text('{"chat_template": "of a processor"}')

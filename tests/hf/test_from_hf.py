@@ -40,7 +40,6 @@ def test_shape_of_the_folder_overrides_that_of_the_files(folder):
     assert model.layer_pattern == ["local"] * 5 + ["global"]
     assert (model.norm_placement, model.rope_scaling.type) == ("sandwich", "linear")
     assert model.dtype == "bfloat16"
-    assert loaded.sources["model.embed_dim"] == f"{folder()}/config.json"
     assert loaded.sources["model.dtype"] == "command line"
     line = next(line for line in print_config(loaded).splitlines() if "embed_dim:" in line)
     assert line.endswith(f"# {folder()}/config.json")
@@ -87,20 +86,7 @@ def test_vocabulary_may_have_more_rows_than_the_file_and_not_fewer(folder):
     assert message == "60 is less than model.unpadded_vocab_size=64"
 
 
-def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
-    content = {
-        "model_type": "gemma3",
-        "text_config": recorded("gemma3")["config"],
-        "vision_config": {"hidden_size": 7},
-    }
-    folder()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
-    config = load("base", [*ONE_STAGE, f"model.from_hf={tmp_path / 'model'}"]).config
-    assert config.model.embed_dim == 32
-
-
 def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder):
-    llama3 = {"rope_type": "llama3", "factor": 10**400}
     short_yarn = {"rope_type": "yarn", "factor": 0.5}
     no_length = {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": None}
     for changes, message in (
@@ -110,13 +96,9 @@ def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder):
         ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention makes it an encoder"),
         ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a whole number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number above 0"),
         ({"num_hidden_layers": 10**9}, "is 1000000000, not a whole number above 0 and at most"),
-        ({"vocab_size": None}, "vocab_size is None, not a whole number above 0"),
         ({"rms_norm_eps": -1.0}, "model.norm_eps must be greater than 0; got -1.0"),
-        ({"rms_norm_eps": float("inf")}, "of a gemma3_text: rms_norm_eps must be finite"),
         ({"head_dim": 10**400}, "head_dim must be finite"),
-        ({"rope_parameters": llama3}, "int too large to convert to float"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' has no factor"),
@@ -129,19 +111,9 @@ def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder):
 def test_folder_without_a_readable_file_is_refused(tmp_path):
     words = f"model.from_hf={tmp_path}"
     assert "there is no " in problems(words)["model.from_hf"]
-    contents = {"{": "cannot read ", "[" * 200_000: "cannot read ", "[]": "is not a JSON object"}
-    for content, message in contents.items():
+    for content, message in {"{": "cannot read ", "[]": "is not a JSON object"}.items():
         (tmp_path / "config.json").write_text(content)
         assert message in problems(words)["model.from_hf"]
-
-
-def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
-    words = (f"model.from_hf={folder()}", "mesh.ici.stage=2", "mesh.ici.fsdp=2")
-    found = problems(*words, "pipeline.num_repeats=2")["pipeline.num_repeats"]
-    _, _, remedies = found.partition("nearest legal: ")
-    assert "pipeline.layers_per_stage=[2,2,2,1]" in remedies
-    assert "pipeline.parallel_layers=4" in remedies
-    assert "model.num_layers=8" not in found
 
 
 def test_init_from_has_the_form_of_a_local_folder():

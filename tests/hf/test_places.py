@@ -66,7 +66,6 @@ LEAVES = [
 def test_store_gives_the_weights_of_the_directory_and_reads_each_byte_once(
     stored, folder, monkeypatch
 ):
-    """Blocks and requests are smaller than most tensors, and larger than one row."""
     monkeypatch.setattr(model_folders, "REQUEST", 300)
     monkeypatch.setattr(StoreFile, "block_size", 1200)
     ranges = []
@@ -94,7 +93,6 @@ def test_store_gives_the_weights_of_the_directory_and_reads_each_byte_once(
 def test_run_from_a_store_is_exported_from_a_store(
     stored, s3, folder, tmp_path, capsys, monkeypatch
 ):
-    """Shape, weights and tokenizer are in a bucket; the mirror alone has all for an export."""
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
     words += [f"model.from_hf={stored}", f"init_from={stored}", f"data.tokenizer={stored}"]
     words += ["model.vocab_size=384"]  # rows of padding stay in the run
@@ -136,16 +134,13 @@ def problem_of(*words):
 def test_store_that_has_no_model_or_cannot_be_read_is_explained(s3):
     s3.create_bucket(Bucket="empty")
     s3.put_object(Bucket="empty", Key="x/readme.md", Body=b"")
-    message = problem_of("model.from_hf=s3://empty/x")["model.from_hf"]
-    assert (
-        message == "there is no s3://empty/x/config.json; give a folder with the files of a model"
-    )
-    message = problem_of("model.from_hf=s3://nowhere/x")["model.from_hf"]
-    assert "s3://nowhere/x cannot be read: FileNotFoundError" in message
-    assert "credentials come from AWS_ACCESS_KEY_ID" in message
+    for place, text in (
+        ("s3://empty/x", "there is no s3://empty/x/config.json; give a folder with the files of a"),
+        ("s3://nowhere/x", "s3://nowhere/x cannot be read: FileNotFoundError"),
+    ):
+        assert text in problem_of(f"model.from_hf={place}")["model.from_hf"]
     with pytest.raises(ConfigError, match=r"data\.tokenizer: there is no tokenizer\.json in s3://"):
         load_tokenizer("s3://empty/x")
-    assert "may be s3://, gs://" in problem_of("model.from_hf=ftp://x/y")["model.from_hf"]
 
 
 @pytest.fixture
@@ -202,38 +197,20 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
 
         return download
 
-    for error, words in {
-        errors.GatedRepoError: ("is gated: accept its terms", "HF_TOKEN"),
-        errors.RepositoryNotFoundError: ("is neither a directory here nor", "HF_TOKEN"),
-        errors.RevisionNotFoundError: ("names a revision that tiny-org/tiny does not have",),
+    class ConnectError(Exception):  # of httpx without a network, which is no OSError
+        pass
+
+    for error, text in {
+        errors.GatedRepoError: "is gated: accept its terms",
+        errors.RepositoryNotFoundError: "is neither a directory here nor",
+        errors.RevisionNotFoundError: "names a revision that tiny-org/tiny does not have",
+        ConnectError: "from the hub: ConnectError",
     }.items():
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse(error))
-        message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
-        assert all(word in message for word in words), message
+        assert text in problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
-    assert message.startswith("needs huggingface_hub, which is not installed: pip install ")
-    assert "[hub]" in message
-
-
-class ConnectError(Exception):
-    """What httpx raises without a network, which is no OSError."""
-
-
-def test_files_in_the_cache_are_listed_if_the_http_client_does_not_reach_the_hub(hub, monkeypatch):
-    def fail(*arguments, **options):
-        raise ConnectError("connection refused")
-
-    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
-    names = HubFolder("tiny-org/tiny", "init_from").names()
-    assert names == sorted(file.name for file in hub.iterdir())
-    with pytest.raises(ConfigError, match=r"init_from: .*other is not in the cache of this machi"):
-        HubFolder("tiny-org/other", "init_from").names()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    folder = HubFolder("tiny-org/tiny", "init_from")
-    for read in (folder.names, folder.digest, lambda: folder.open(["x"]), lambda: folder.read("x")):
-        with pytest.raises(ConfigError, match="from the hub: ConnectError: connection refused"):
-            read()
+    assert "needs huggingface_hub, which is not installed: pip install " in message
 
 
 def test_weights_in_folders_of_a_model_of_the_hub_are_not_its_own(hub, monkeypatch):
