@@ -147,8 +147,7 @@ class RematPolicy:
     What it does not save, the backward recomputes.
 
     Attributes:
-      device: names of tensors saved on the device.
-      host: names of tensors saved in the host's memory.
+      device, host: names of tensors saved on the device, and in the host's memory.
       everything: whether all intermediate values are saved, whatever their names, except weights,
         copies of them, and results of element-wise operations other than sums.
       by_tensor: whether `pipeline.remat_tensors` says which tensors are saved.
@@ -191,9 +190,7 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
 class Optimizer(Variant):
     """An optimizer, `optimizer.name`: a function (`optimizer.*`, specs) -> optax transformation.
 
-    Attributes:
-      moments: number of float32 state values per parameter.
-      unused: keys of `optimizer.*` that it does not read.
+    It has `moments` float32 state values per parameter, and does not read the keys `unused`.
     """
 
     moments: float
@@ -226,10 +223,7 @@ class LearningRateSchedule(Variant):
     """A learning-rate schedule, `optimizer.schedule`: a function that returns a share of the peak.
 
     The function takes the progress between warm-up and the end of the decay, 0 to 1, and
-    `optimizer.*`.
-
-    Attributes:
-      unused: keys of `optimizer.*` that it does not read.
+    `optimizer.*`, of which it does not read the keys `unused`.
     """
 
     unused: tuple[str, ...] = ("stable_fraction",)
@@ -369,10 +363,9 @@ SOURCES: dict[str, DataSource] = {
 
 @dataclass(frozen=True)
 class Tokenizer(Variant):
-    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments.
+    """A tokenizer that needs no file: a class built without arguments, with `vocab_size` ids.
 
-    Attributes:
-      vocab_size: number of token ids; 0 = not known before it is built.
+    0 = not known before it is built.
     """
 
     vocab_size: int = 0

@@ -80,10 +80,8 @@ def parse_args(
     """Parse a command line and load its config; --help and --print-config print and exit with 0.
 
     Args:
-      argv: words after the program's name; None = `sys.argv`.
       prog: the command as users type it, such as `python -m maxpipe.train`.
-      description: what the command does, one line.
-      add_flags: function that adds the command's own flags to the parser.
+      add_flags: adds the command's own flags.
       undecided: keys whose values the command chooses itself, see `load`.
 
     Raises:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import get, update
 from maxpipe.config.rules.engines import check_processes
@@ -54,14 +55,9 @@ def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
     smaller = _fewer(loaded, config, whole, now)
     if smaller is not None:
         return smaller
-    axes = ", ".join(config.mesh.elastic.axes)
     fitting = ", ".join(map(str, _counts(loaded, config, whole))) or "none"
-    message = (
-        f"{now.processes} of {whole.processes} processes with {now.devices} devices cannot go on: "
-        f"no smaller {axes} divides data.global_batch_size={config.data.global_batch_size} and "
-        f"fits the other axes; numbers of processes that do: {fitting}"
-    )
-    raise ConfigError(Problem(KEY, message))
+    message = f"{now.processes} of {whole.processes} processes cannot go on"
+    raise ConfigError(Problem(KEY, f"{message}; numbers of processes that do: {fitting}"))
 
 
 def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
@@ -71,16 +67,10 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
       ConfigError: the configuration does not fit `whole`, or no smaller number fits.
     """
     config = resolve(loaded, whole.devices, whole.slices)
-    counts = _counts(loaded, config, whole)
-    if counts:
+    if counts := _counts(loaded, config, whole):
         return counts
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
-    message = (
-        f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "
-        f"processes of {whole.devices // whole.processes} devices, or slices, with "
-        f"data.global_batch_size={config.data.global_batch_size}; name axes that are spread over "
-        "processes, or leave the key out"
-    )
+    message = f"{sizes} cannot shrink by whole processes or slices with this batch; leave it out"
     raise ConfigError(Problem(KEY, message))
 
 
@@ -122,14 +112,9 @@ def _shrunk(config: Config, level: str, count: int) -> Iterator[dict[str, int]]:
     if count % fixed:
         return
     usable = [[size for size in divisors(count // fixed) if size <= sizes[axis]] for axis in axes]
-    choices = [
-        dict(zip(axes, chosen, strict=True))
-        for chosen in itertools.product(*usable)
-        if math.prod(chosen) * fixed == count
-    ]
-    choices.sort(key=lambda chosen: [-chosen[axis] for axis in reversed(axes)])
-    for choice in choices:
-        yield sizes | choice
+    chosen = [sizes for sizes in itertools.product(*usable) if math.prod(sizes) * fixed == count]
+    for choice in sorted(chosen, key=lambda sizes: [-size for size in reversed(sizes)]):
+        yield sizes | dict(zip(axes, choice, strict=True))
 
 
 def _microbatches(config: Config, smaller: Config) -> list[int]:
@@ -146,11 +131,6 @@ def _microbatches(config: Config, smaller: Config) -> list[int]:
 
 
 def _remark(config: Config, smaller: Config, whole: Hosts, now: Hosts) -> str:
-    """Return what has changed as `key=value, ...: reason`."""
-    keys = [f"mesh.{level}.{axis}" for level in LEVELS for axis in MESH_AXES]
-    keys += ["pipeline.num_microbatches"]
-    changed = [
-        f"{key}={get(smaller, key)}" for key in keys if get(config, key) != get(smaller, key)
-    ]
+    changed = [f"{key}={get(smaller, key)}" for key in differing_keys(config, smaller)]
     reason = f"{now.processes} of {whole.processes} processes go on ({KEY})"
     return f"{','.join(changed)}: {reason}; the batch stays {config.data.global_batch_size} rows"

@@ -97,11 +97,7 @@ def _known(settings: Iterable[Setting]) -> tuple[dict[str, Setting], list[Proble
 
 
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
-    """Return how the mesh misfits the simulated devices; their number is known without JAX.
-
-    `resolve` reports it as well, but only once nothing else is wrong. Compiling for a topology uses
-    other devices.
-    """
+    """Return how the mesh misfits simulated devices, which `resolve` says once nothing else is."""
     return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
 
 

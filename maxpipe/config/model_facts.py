@@ -32,13 +32,6 @@ class AttentionKernel(Kernel):
     separates_documents: bool = True
 
 
-class GroupedKernel(Kernel):
-    """A product of rows with the weights of their experts, `model.moe.kernel`.
-
-    It is a class with `unfit`, `layout` and `multiply`; see `maxpipe.model.experts`.
-    """
-
-
 _KERNELS = "maxpipe.model.kernels."
 _ANY = ("cpu", "gpu", "tpu")
 KERNELS: dict[str, AttentionKernel] = {
@@ -62,14 +55,14 @@ KERNELS: dict[str, AttentionKernel] = {
 
 
 _EXPERTS = "maxpipe.model.experts."
-GROUPED_KERNELS: dict[str, GroupedKernel] = {
-    "blocks": GroupedKernel(
+GROUPED_KERNELS: dict[str, Kernel] = {
+    "blocks": Kernel(
         _EXPERTS + "blocks:Blocks",
         "a loop over blocks of rows of one expert, on every backend",
         platforms=_ANY,
         preferred_on=("cpu", "gpu"),
     ),
-    "megablox": GroupedKernel(
+    "megablox": Kernel(
         _EXPERTS + "megablox:Megablox",
         "JAX's TPU kernel for groups of any size",
         platforms=("tpu",),
@@ -132,29 +125,26 @@ ROUTERS: dict[str, Router] = {
 }
 
 
-class ModelType(Variant):
-    """A `model_type` of config.json: a subclass of `maxpipe.hf.family.Family`."""
-
-
 _FAMILIES = "maxpipe.hf.families."
-MODEL_TYPES: dict[str, ModelType] = {
-    "deepseek_v3": ModelType(_FAMILIES + "deepseek:DeepseekV3", "DeepSeek-V3 and R1"),
-    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", "Gemma 2"),
-    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", "the text part of Gemma 3"),
-    "glm4_moe": ModelType(_FAMILIES + "deepseek:Glm4Moe", "GLM-4.5 and 4.6"),
-    "gpt_oss": ModelType(_FAMILIES + "experts:GptOss", "gpt-oss 20B and 120B"),
-    "granite": ModelType(_FAMILIES + "llama:Granite", "Granite 3, dense"),
-    "llama": ModelType(_FAMILIES + "llama:Llama", "Llama 2 to 3.3, SmolLM2, Yi"),
-    "mistral": ModelType(_FAMILIES + "llama:Mistral", "Mistral 7B, Nemo"),
-    "mixtral": ModelType(_FAMILIES + "experts:Mixtral", "Mixtral 8x7B, 8x22B"),
-    "olmo2": ModelType(_FAMILIES + "llama:Olmo2", "OLMo 2"),
-    "olmo3": ModelType(_FAMILIES + "llama:Olmo3", "OLMo 3"),
-    "olmoe": ModelType(_FAMILIES + "experts:Olmoe", "OLMoE"),
-    "phi3": ModelType(_FAMILIES + "llama:Phi3", "Phi-3, Phi-3.5, Phi-4"),
-    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", "Qwen2 and Qwen2.5, dense"),
-    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", "Qwen3, dense"),
-    "qwen3_moe": ModelType(_FAMILIES + "experts:Qwen3Moe", "Qwen3 with experts, as 30B-A3B"),
-    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", "SmolLM3"),
+# Subclasses of `maxpipe.hf.family.Family` by the `model_type` of config.json.
+MODEL_TYPES: dict[str, Variant] = {
+    "deepseek_v3": Variant(_FAMILIES + "deepseek:DeepseekV3", "DeepSeek-V3 and R1"),
+    "gemma2": Variant(_FAMILIES + "gemma:Gemma2", "Gemma 2"),
+    "gemma3_text": Variant(_FAMILIES + "gemma:Gemma3", "the text part of Gemma 3"),
+    "glm4_moe": Variant(_FAMILIES + "deepseek:Glm4Moe", "GLM-4.5 and 4.6"),
+    "gpt_oss": Variant(_FAMILIES + "experts:GptOss", "gpt-oss 20B and 120B"),
+    "granite": Variant(_FAMILIES + "llama:Granite", "Granite 3, dense"),
+    "llama": Variant(_FAMILIES + "llama:Llama", "Llama 2 to 3.3, SmolLM2, Yi"),
+    "mistral": Variant(_FAMILIES + "llama:Mistral", "Mistral 7B, Nemo"),
+    "mixtral": Variant(_FAMILIES + "experts:Mixtral", "Mixtral 8x7B, 8x22B"),
+    "olmo2": Variant(_FAMILIES + "llama:Olmo2", "OLMo 2"),
+    "olmo3": Variant(_FAMILIES + "llama:Olmo3", "OLMo 3"),
+    "olmoe": Variant(_FAMILIES + "experts:Olmoe", "OLMoE"),
+    "phi3": Variant(_FAMILIES + "llama:Phi3", "Phi-3, Phi-3.5, Phi-4"),
+    "qwen2": Variant(_FAMILIES + "llama:Qwen2", "Qwen2 and Qwen2.5, dense"),
+    "qwen3": Variant(_FAMILIES + "llama:Qwen3", "Qwen3, dense"),
+    "qwen3_moe": Variant(_FAMILIES + "experts:Qwen3Moe", "Qwen3 with experts, as 30B-A3B"),
+    "smollm3": Variant(_FAMILIES + "llama:SmolLm3", "SmolLM3"),
 }
 
 
@@ -187,29 +177,18 @@ BLOCKS: dict[str, Block] = {
 }
 
 
-class ModelPlace(Variant):
-    """A place of Hugging Face models: a class built with (folder, key that names the folder).
-
-    Its instances implement `maxpipe.config.model_places.ModelFolder`.
-    """
-
-
-MODEL_PLACES: dict[str, ModelPlace] = {
-    "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
-    "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
-    "hub": ModelPlace("maxpipe.storage.model_folders:HubFolder", "org/name or org/name@REVISION"),
+# Classes built with (folder, key that names it); instances are `model_places.ModelFolder`.
+MODEL_PLACES: dict[str, Variant] = {
+    "directory": Variant("maxpipe.storage.model_folders:LocalFolder", "a directory"),
+    "store": Variant("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
+    "hub": Variant("maxpipe.storage.model_folders:HubFolder", "org/name or org/name@REVISION"),
 }
 
 
-class WeightFormat(Variant):
-    """A format of weights for `init_from`: a class built with the resolved configuration.
-
-    Its instances implement `maxpipe.training.initial_weights.InitialWeights`.
-    """
-
-
-WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "hf": WeightFormat("maxpipe.hf.importer:HfWeights", "safetensors of Hugging Face"),
-    "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", "a MaxText step"),
-    "run": WeightFormat("maxpipe.training.initial_weights:RunWeights", "a run of maxpipe"),
+# Formats for `init_from`: classes built with the resolved configuration, whose instances implement
+# `maxpipe.training.initial_weights.InitialWeights`.
+WEIGHT_FORMATS: dict[str, Variant] = {
+    "hf": Variant("maxpipe.hf.importer:HfWeights", "safetensors of Hugging Face"),
+    "maxtext": Variant("maxpipe.migration.weights:MaxTextWeights", "a MaxText step"),
+    "run": Variant("maxpipe.training.initial_weights:RunWeights", "a run of maxpipe"),
 }

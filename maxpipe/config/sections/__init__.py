@@ -7,7 +7,6 @@ from maxpipe.config.sections.model import ModelConfig
 from maxpipe.config.sections.model_parts import LoRAConfig, MLAConfig, MoEConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
-    AxesConfig,
     MeshConfig,
     PipelineConfig,
     RematTensorsConfig,
@@ -71,21 +70,16 @@ class Config:
 
 __all__ = [
     "MESH_AXES",
-    "AxesConfig",
     "CheckpointConfig",
-    "CompileConfig",
     "Config",
     "DataConfig",
-    "EvalConfig",
     "LoRAConfig",
     "MLAConfig",
-    "MeshConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",
     "RematTensorsConfig",
     "RopeScalingConfig",
-    "ShardingConfig",
     "TelemetryConfig",
 ]
