@@ -44,7 +44,6 @@ class Schedule(Variant):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of `pipeline.*` that have no effect."""
         return () if self.timed else ("unit_times",)
 
     def repeats_for(self, num_repeats: int) -> int:
@@ -164,7 +163,6 @@ class RematPolicy:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Return the keys of `pipeline.*` that have no effect."""
         return ("remat_layers",) * self.everything + ("remat_tensors",) * (not self.by_tensor)
 
     @property
@@ -276,7 +274,6 @@ class DataSource(Variant):
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Return the keys of `data.*` that have no effect."""
         of_paths, of_chats = ("path", "eval_path"), ("chat_template", "chat_date")
         return (
             *(() if self.needs_path else of_paths),

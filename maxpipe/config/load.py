@@ -9,14 +9,18 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, locate, read_files, read_overrides
 from maxpipe.config.identity import lookup
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
-from maxpipe.config.rules import RULES
+from maxpipe.config.rules.engines import ENGINE_RULES
+from maxpipe.config.rules.layout import LAYOUT_RULES
 from maxpipe.config.rules.mesh import axes_problems, fit_mesh, unknown_axes
 from maxpipe.config.rules.model import MODEL_RULES
-from maxpipe.config.rules.rule import Updates, apply_rules
+from maxpipe.config.rules.rule import Rule, Updates, apply_rules
+from maxpipe.config.rules.run import RUN_RULES
 from maxpipe.config.sections import Config
 from maxpipe.config.shipped import locate_config
 from maxpipe.config.values import check_bounds, check_type, convert
 
+# Rules that derive a value come before the rules that read it; the mesh is fitted before them.
+_RULES: tuple[Rule, ...] = (*RUN_RULES, *MODEL_RULES, *LAYOUT_RULES, *ENGINE_RULES)
 DEFAULT = "default"
 RECORD = "record of the checkpoint"
 
@@ -70,12 +74,12 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     broken = unusable | set(unknown_axes(config))
     if not undecided:
         problems += _sourced(axes_problems(config), sources)
-    rule_problems = apply_rules(RULES, config, broken)[1]
+    rule_problems = apply_rules(_RULES, config, broken)[1]
     if problems or rule_problems:
         misfits = _misfits(config, unusable)
         if misfits:  # rules that read the mesh may pass with one that fits
             broken |= {problem.key for problem in misfits}
-            rule_problems = apply_rules(RULES, config, broken)[1]
+            rule_problems = apply_rules(_RULES, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
     return Loaded(config, sources, tuple(base_model.remarks(values)))
 
@@ -107,7 +111,7 @@ def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
     try:
-        fit_mesh(config, num_devices, 1, RULES)
+        fit_mesh(config, num_devices, 1, _RULES)
     except ConfigError as error:
         return error.problems
     return []
@@ -115,7 +119,7 @@ def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
 
 def derive_known(config: Config) -> Config:
     """Return the config with all derived values that need no device; problems are ignored."""
-    return apply_rules(RULES, config, unknown_axes(config))[0]
+    return apply_rules(_RULES, config, unknown_axes(config))[0]
 
 
 def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> Config:
@@ -135,11 +139,11 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
         problems.append(Problem("epochs", "only training counts documents: give steps instead"))
     if not problems:
         try:
-            config = fit_mesh(config, num_devices, num_slices, RULES)
+            config = fit_mesh(config, num_devices, num_slices, _RULES)
         except ConfigError as error:
             problems += error.problems
     broken = {p.key for p in problems} | set(unknown_axes(config))
-    resolved, rule_problems = apply_rules(RULES, config, broken)
+    resolved, rule_problems = apply_rules(_RULES, config, broken)
     if problems + rule_problems:
         raise ConfigError(*_sourced(problems + rule_problems, sources))
     return resolved

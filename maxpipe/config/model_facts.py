@@ -107,7 +107,6 @@ class Router(Variant):
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Return the keys of `model.moe.*` that have no effect."""
         of_bias = ("groups", "groups_per_token", "selection_bias", "bias_rate")
         return ("normalise",) * self.is_normalised + of_bias * (not self.takes_bias)
 
@@ -163,7 +162,6 @@ class Block(Variant):
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Return the keys of `model.*` that have no effect."""
         return () if self.quantises else ("quantisation",)
 
 

@@ -40,7 +40,6 @@ class ModelFile(Protocol):
 
     def read(self, start: int, stop: int) -> "np.ndarray":
         """Return the bytes of a range, uint8 [stop - start]."""
-        ...
 
 
 class ModelFolder(Protocol):
@@ -51,26 +50,21 @@ class ModelFolder(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all files."""
-        ...
 
     def open(self, names: Sequence[str]) -> list[ModelFile]:
         """Return files for reading; raises FileNotFoundError with the names that do not exist."""
-        ...
 
     def read(self, name: str) -> bytes:
         """Return a whole small file; raises FileNotFoundError if it does not exist."""
-        ...
 
     def digest(self) -> str:
         """Return a text that tells models apart: a digest of files or of a listing, or a commit."""
-        ...
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return a directory of this machine with those of the named small files that exist.
 
         Other places are copied to `cache_dir`, the value of `data.cache_dir`.
         """
-        ...
 
 
 def split_scheme(value: str) -> tuple[str, str]:

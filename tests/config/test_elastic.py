@@ -81,13 +81,11 @@ def test_counts_to_go_on_of_the_mpmd_engine_keep_stages_in_whole_processes(base)
 
 
 def test_counts_to_go_on_refuses_axes_that_no_lost_host_can_shrink(base):
-    for axis, hosts, message in (
-        ("mesh.ici.data=1", Hosts(4, 4), "data=1 cannot shrink by whole processes of 1 device"),
-        ("mesh.dcn.data=2", Hosts(4, 8, 2), "data=2 cannot shrink by whole processes of 2 devices"),
-    ):
-        with pytest.raises(ConfigError, match=message) as error:
-            counts_to_go_on(load(base, [axis, "mesh.elastic.axes=[data]"]), hosts)
-        assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
+    for axis, hosts in (("ici.data=1", Hosts(4, 4)), ("dcn.data=2", Hosts(4, 8, 2))):
+        with pytest.raises(
+            ConfigError, match=r"^mesh\.elastic\.axes: data=\d cannot shrink by whole"
+        ):
+            counts_to_go_on(load(base, [f"mesh.{axis}", "mesh.elastic.axes=[data]"]), hosts)
 
 
 def test_elastic_axes_that_make_no_sense_are_refused(unlike):

@@ -57,7 +57,7 @@ def test_notes_give_reasons_of_derived_values(base):
     lines = notes(resolve(loaded, 4), loaded)
     assert "mesh.ici.fsdp=2: what the other axes leave" in lines
     assert "pipeline.engine=circular: it runs schedule circular" in lines
-    assert "pipeline.num_layers_per_stage=2: num_layers / (stages x num_repeats)" in lines
+    assert "pipeline.num_layers_per_stage=2: layers / (stages x num_repeats)" in lines
     assert "pipeline.num_microbatches=2: stages (twice as many with delayed forwarding)" in lines
     assert "model.head_dim=16: embed_dim / num_query_heads, or model.mla's" in lines
     assert not any(line.startswith("pipeline.num_repeats") for line in lines)

@@ -208,12 +208,7 @@ def check_unit_times(c: Config) -> Wrong:
 
 
 def check_split_backwards(c: Config) -> None:
-    """Check that the backward of a layer, which the schedule splits, can be, and that it pays.
-
-    Raises:
-      ConfigError: layers are in a loop, which cannot be split equation by equation, or matrix
-        products would be computed twice.
-    """
+    """Raise ConfigError if layers are in a loop, which cannot be split, or it would not pay."""
     if problems := [Problem(*wrong) for wrong in _split_backwards(c)]:
         raise ConfigError(*problems)
 
@@ -238,29 +233,21 @@ def _split_backwards(c: Config) -> Wrong:
 
 
 def check_processes(c: Config, num_processes: int) -> None:
-    """Check that stages can be whole processes; not a rule, as no key says how many there are.
+    """Raise ConfigError if a stage with a program of its own were on parts of processes.
 
-    Raises:
-      ConfigError: the engine has a program per stage, and a process would have a part of a stage.
+    Not a rule, as no key says how many processes there are.
     """
     engine, stages = c.pipeline.engine, c.mesh.ici.stage * c.mesh.dcn.stage
     if engine not in ENGINES or ENGINES[engine].one_program or min(stages, num_processes) < 2:
         return
     if stages % num_processes and num_processes % stages:
-        message = (
-            f"{stages} stages do not fit {num_processes} processes: on the {engine} engine each "
-            "process has whole stages, or each stage whole processes; use a multiple or a divisor "
-            f"of {num_processes}, or pipeline.schedule=lockstep_1f1b with engine=auto"
-        )
-        raise ConfigError(Problem("mesh.ici.stage", message))
+        message = f"{stages} stages do not fit {num_processes} processes on the {engine} engine"
+        remedy = f"use a multiple or a divisor of {num_processes}, or schedule=lockstep_1f1b"
+        raise ConfigError(Problem("mesh.ici.stage", f"{message}; {remedy}"))
 
 
 def check_offloading(c: Config, devices: str) -> None:
-    """Refuse to save tensors in the host's memory, which a kind of devices cannot access.
-
-    Raises:
-      ConfigError: a tensor would be saved there.
-    """
+    """Raise ConfigError if tensors are saved in host memory, which these devices cannot access."""
     reason = f"{devices} devices have no memory of the host (pinned_host)"
     problems = [
         Problem(key, f"{refusal.values[0]} cannot run: {refusal.reason}; {refusal.remedy}")

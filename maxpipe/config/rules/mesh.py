@@ -73,12 +73,10 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     sizes, others = _sizes(c, level), _sizes(c, "dcn")
     written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     product = math.prod(size for size in sizes.values() if size != -1)
-    counted = {"ici": "device", "dcn": "slice"}[level] + "s" * (count > 1)
+    counted = "slices" if level == "dcn" else "devices"
     if level == "ici" and math.prod(others.values()) > 1:
         counted += " per slice"
-    relation = f"but there {'are' if count > 1 else 'is'}"
-    if -1 in sizes.values():
-        relation = "which does not divide the"
+    relation = "which does not divide the" if -1 in sizes.values() else "but there are"
     choices = "; ".join(
         " ".join(
             f"mesh.{level}.{axis}={new[axis]}"

@@ -141,7 +141,6 @@ def check_experts(c: Config) -> Wrong:
 
 @check
 def check_logical_axis_rules(c: Config) -> Wrong:
-    """Check the form of the rules, the mesh axes they name, and that no logical axis has two."""
     names: set[str] = set()
     for entry in c.sharding.logical_axis_rules:
         match entry:
@@ -161,7 +160,6 @@ def check_logical_axis_rules(c: Config) -> Wrong:
 
 @check
 def check_expert_axis(c: Config) -> Wrong:
-    """Check that the expert axis splits experts evenly, and rows of batches too."""
     size, experts = c.mesh.size("expert"), c.model.moe.experts
     axes_of = dict(c.sharding.logical_axis_rules)
     key = "mesh.ici.expert" if c.mesh.ici.expert > 1 else "mesh.dcn.expert"

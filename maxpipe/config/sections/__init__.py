@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections.fields import directory, option
+from maxpipe.config.sections.fields import amount, directory, option
 from maxpipe.config.sections.model import ModelConfig
 from maxpipe.config.sections.model_parts import LoRAConfig, MLAConfig, MoEConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
@@ -38,19 +38,11 @@ class Config:
         form="a name of at most 255 letters, digits, '.', '_' and '-', first a letter or digit",
     )
     output_dir: str = directory("runs", "directory in which every run has its own")
-    seed: int = option(
-        0, "of initial parameters, dropout and the order of documents", minimum=0, maximum=MOST_SEED
-    )
+    seed: int = amount(0, "of parameters, dropout and the order of documents", maximum=MOST_SEED)
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
-    epochs: float = option(
-        0.0, "passes over the training documents in place of steps; they are counted", minimum=0
-    )
-    stop_after: int = option(
-        0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
-    )
-    base_model: str = option(
-        "", "hf:DIR, hf:org/name or run:DIR: weights, shape, tokenizer and template to start from"
-    )
+    epochs: float = amount(0.0, "passes over the counted training documents in place of steps")
+    stop_after: int = amount(0, "end after this step as if interrupted; 0 = run to the end")
+    base_model: str = option("", "the model to start from, whole: hf:DIR, hf:org/name or run:DIR")
     init_from: str = option(
         "",
         "initial parameters of a new run: hf:DIR, hf:org/name, s3://... or gs://... (safetensors), "

@@ -50,6 +50,11 @@ def option(default: object, help: str, **bounds: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def amount(default: float, help: str, **bounds: Any) -> Any:
+    """Return a field for a number of at least 0."""
+    return option(default, help, minimum=0, **bounds)
+
+
 def directory(default: str, help: str) -> Any:
     """Return a field for a directory, which may be empty only by default; names in it need room."""
     some = r"(?=.*\S)" if default else ""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
-from maxpipe.config.sections.fields import derived, hash_of_fields, option
+from maxpipe.config.sections.fields import amount, derived, hash_of_fields, option
 from maxpipe.config.sections.model_parts import (
     ALL_LINEAR,
     ATTENTION_PROJECTIONS,
@@ -23,29 +23,21 @@ _GROUPED = "model.attention_kind=gqa"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`model.*`."""
-
     __hash__ = hash_of_fields
 
-    from_hf: str = option(
-        "", "folder of a config.json that gives the shape: DIR, s3://..., gs://... or org/name"
-    )
+    from_hf: str = option("", "folder of a config.json with the shape: DIR, s3://, gs://, org/name")
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "decoder layers", minimum=1, maximum=2**14)
-    first_dense_layers: int = option(
-        0, "dense first layers; they run outside the pipeline", minimum=0, needs="model.moe.experts"
+    first_dense_layers: int = amount(
+        0, "dense first layers; they run outside the pipeline", needs="model.moe.experts"
     )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "query heads", minimum=1, maximum=2**20)
     num_kv_heads: int = option(4, "key/value heads; must divide num_query_heads", minimum=1)
     head_dim: int = derived("width of a head; -1 = embed_dim / num_query_heads, or model.mla's")
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
-    vocab_size: int = option(
-        320, "rows of the embedding table; at least as many as the tokenizer has ids", minimum=2
-    )
-    unpadded_vocab_size: int = derived(
-        "token ids that exist; further rows are padding, never predicted; -1 = all rows", minimum=2
-    )
+    vocab_size: int = option(320, "rows of the embedding; at least the tokenizer's ids", minimum=2)
+    unpadded_vocab_size: int = derived("token ids; further rows are padding; -1 = all", minimum=2)
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
     # No kernel of experts multiplies in 8 bits.
@@ -62,65 +54,43 @@ class ModelConfig:
     embed_scale: float = option(1.0, "factor of embeddings; Gemma's is the root of embed_dim")
     residual_scale: float = option(1.0, "factor of what attention and MLP add to the residual")
     logit_scale: float = option(1.0, "factor of logits, before a soft cap", above=0)
-    dropout: float = option(
-        0.0, "dropout rate on the output of attention and MLP", minimum=0, maximum=0.99
-    )
-    z_loss: float = option(
-        0.0, "weight of the penalty on the squared log of the softmax's denominator", minimum=0
-    )
-    logit_soft_cap: float = option(0.0, "cap logits to c * tanh(logit / c); 0 = no cap", minimum=0)
+    dropout: float = amount(0.0, "dropout rate on the output of attention and MLP", maximum=0.99)
+    z_loss: float = amount(0.0, "weight of the penalty on squared logs of the softmax's sum")
+    logit_soft_cap: float = amount(0.0, "cap logits to c * tanh(logit / c); 0 = no cap")
     logit_tiles: int = option(1, "parts of the tokens whose logits come one by one", minimum=1)
     mlp_activation: str = option(
         "silu", "activation of the MLP's gate", choices=("silu", "gelu_tanh", "quick_gelu")
     )
-    mlp_limit: float = option(
-        0.0, "clamp the gate to at most this, and up to its magnitude; 0 = no clamp", minimum=0
-    )
+    mlp_limit: float = amount(0.0, "clamp the gate to this, and up to its magnitude; 0 = no clamp")
     mlp_up_offset: float = option(0.0, "number added to up, before the gate multiplies it")
     mlp_bias: bool = option(False, "add biases to the projections of the MLP, or of each expert")
-    attention_kind: str = option(
-        "gqa", "grouped queries, or multi-head latent attention (model.mla)", choices=("gqa", "mla")
-    )
+    attention_kind: str = option("gqa", "grouped queries, or latent (mla)", choices=("gqa", "mla"))
     qk_norm: bool = option(False, "RMS-normalise queries and keys", needs=_GROUPED)
     qk_norm_scope: str = option(
         "head", "normalise each head, or all", choices=("head", "full"), acts_with="model.qk_norm"
     )
     attention_bias: bool = option(False, "biases of queries, keys and values", needs=_GROUPED)
     attention_output_bias: bool = option(False, "bias of the output projection", needs=_GROUPED)
-    attention_sinks: bool = option(
-        False, "a learned logit per head in the denominator of the softmax", needs=_GROUPED
-    )
-    attention_soft_cap: float = option(
-        0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
-    )
-    query_scale: float = option(0.0, "factor of scores; 0 = 1 / sqrt(head_dim)", minimum=0)
-    attention_window: int = option(
-        0, "tokens that a query in a local layer sees, including its own; 0 = all", minimum=0
-    )
-    layer_pattern: list[str] = option(
-        [], "kinds of layers, repeated (nope: no rotation); empty = all alike", choices=LAYER_KINDS
-    )
-    attention: str = option(
-        "auto", "attention kernel; auto picks by backend", variants=KERNELS, also=("auto",)
-    )
-    attention_block_size: int = option(
-        512, "upper bound of the splash kernel's block size, in tokens", minimum=128
-    )
+    attention_sinks: bool = option(False, "a learned logit in the softmax's sum", needs=_GROUPED)
+    attention_soft_cap: float = amount(0.0, "cap scores to c * tanh(score / c); 0 = no cap")
+    query_scale: float = amount(0.0, "factor of scores; 0 = 1 / sqrt(head_dim)")
+    attention_window: int = amount(0, "tokens that a query of a local layer sees; 0 = all")
+    layer_pattern: list[str] = option([], "kinds of layers, repeated", choices=LAYER_KINDS)
+    attention: str = option("auto", "kernel; auto by backend", variants=KERNELS, also=("auto",))
+    attention_block_size: int = option(512, "most tokens of a block of splash", minimum=128)
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     norm_placement: str = option(
         "pre", "norms before a branch, around it, or after it", choices=("pre", "sandwich", "post")
     )
     norm_offset: bool = option(False, "RMSNorm multiplies by 1 + scale, with scales from 0")
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
-    rope_theta_local: float = option(
-        0.0, "base of local layers; 0 = rope_theta", minimum=0, acts_with="model.attention_window"
+    rope_theta_local: float = amount(
+        0.0, "base of local layers; 0 = rope_theta", acts_with="model.attention_window"
     )
     rope_fraction: float = option(
         1.0, "share of a head's channels that is rotated", above=0, maximum=1, needs=_GROUPED
     )
-    rope_interleaved: bool = option(
-        False, "rotate pairs of neighbouring channels instead of pairs (c, c + half)"
-    )
+    rope_interleaved: bool = option(False, "rotate neighbouring channels, not pairs (c, c + half)")
     rotation: str = option(
         "auto", "how rotations pair channels; auto by device", choices=("auto", "slices", "product")
     )

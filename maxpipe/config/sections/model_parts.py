@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS, ROUTERS
-from maxpipe.config.sections.fields import hash_of_fields, option
+from maxpipe.config.sections.fields import amount, hash_of_fields, option
 
 ALL_LINEAR = "all-linear"
 ATTENTION_PROJECTIONS = ("query", "key", "value", "out")
@@ -21,36 +21,23 @@ _of_longrope = functools.partial(option, acts_with=f"{_TYPE}=longrope")
 class MoEConfig:
     """`model.moe.*`: routed experts, of which each token uses a few; 0 experts = a dense MLP."""
 
-    experts: int = option(
-        0, "routed experts in place of the MLP; 0 = a dense MLP", minimum=0, maximum=2**16
-    )
+    experts: int = amount(0, "routed experts in place of the MLP; 0 = a dense MLP", maximum=2**16)
     per_token: int = option(2, "experts that each token uses", minimum=1)
-    mlp_dim: int = option(0, "hidden width of an expert; 0 = model.mlp_dim", minimum=0)
-    shared_experts: int = option(
-        0, "experts that every token uses in addition, computed as one wide MLP", minimum=0
-    )
+    mlp_dim: int = amount(0, "hidden width of an expert; 0 = model.mlp_dim")
+    shared_experts: int = amount(0, "experts that every token uses in addition, as one wide MLP")
     router: str = option("softmax", "how logits become scores of experts", variants=ROUTERS)
     logit_bias: bool = option(False, "a learned bias of the logits, for choice and weights")
     normalise: bool = option(True, "divide the weights of a token's experts by their sum")
     scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
     groups: int = option(1, "equal groups of experts; a token uses the best of them", minimum=1)
     groups_per_token: int = option(1, "groups from which a token chooses its experts", minimum=1)
-    selection_bias: bool = option(
-        False, "a bias of each expert's score, for the choice only; a bias_rate implies it"
-    )
-    bias_rate: float = option(
-        0.0, "step of the selection bias toward an even load (Wang, arXiv:2408.15664)", minimum=0
-    )
-    balance_loss: float = option(
-        0.0, "weight of the loss for even load in a sequence (DeepSeek-V3, eq. 17-20)", minimum=0
-    )
-    z_loss: float = option(
-        0.0, "weight of the penalty on the squared log of the router's denominator", minimum=0
-    )
-    capacity_factor: float = option(
+    selection_bias: bool = option(False, "a bias of scores, for choice only; bias_rate implies it")
+    bias_rate: float = amount(0.0, "step of the selection bias toward even load (arXiv:2408.15664)")
+    balance_loss: float = amount(0.0, "weight of the loss for even load (DeepSeek-V3, eq. 17-20)")
+    z_loss: float = amount(0.0, "weight of the penalty on squared logs of the router's denominator")
+    capacity_factor: float = amount(
         0.0,
         "most tokens of a sequence per expert, in even shares; later ones skip it; 0 = no bound",
-        minimum=0,
         needs="model.moe.experts and mesh.ici.context=1 and mesh.dcn.context=1",
     )
     dispatch: str = option(
@@ -73,14 +60,10 @@ class MLAConfig:
     Keys and values of all heads are made of one latent per token.
     """
 
-    q_lora_rank: int = option(
-        0, "width of the latent of queries; 0 = they are projected from activations", minimum=0
-    )
+    q_lora_rank: int = amount(0, "width of the latent of queries; 0 = they have none")
     kv_lora_rank: int = option(512, "width of the latent of keys and values", minimum=1)
     qk_nope_head_dim: int = option(128, "channels of queries and keys not rotated", minimum=1)
-    qk_rope_head_dim: int = option(
-        64, "rotated channels of a query; those of the key are shared by all heads", minimum=2
-    )
+    qk_rope_head_dim: int = option(64, "rotated channels; those of keys are shared", minimum=2)
     v_head_dim: int = option(128, "channels of a head's value", minimum=1)
 
     @property
@@ -100,16 +83,14 @@ class LoRAConfig:
 
     __hash__ = hash_of_fields
 
-    rank: int = option(
-        0, "rank of adapters, trained alone; 0 = none", minimum=0, needs="model.attention_kind=gqa"
-    )
+    rank: int = amount(0, "rank of adapters; 0 = no adapters", needs="model.attention_kind=gqa")
     alpha: float = option(16.0, "adapters are multiplied by alpha / rank", above=0)
     targets: list[str] = option(
         [ALL_LINEAR],
         f"projections that have an adapter; {ALL_LINEAR} = all of them, without those of experts",
         choices=(*PROJECTIONS, ALL_LINEAR),
     )
-    dropout: float = option(0.0, "dropout rate on the input of adapters", minimum=0, maximum=0.99)
+    dropout: float = amount(0.0, "dropout rate on the input of adapters", maximum=0.99)
 
 
 @dataclass(frozen=True)
@@ -118,43 +99,31 @@ class RopeScalingConfig:
 
     __hash__ = hash_of_fields
 
-    factor: float = option(
-        1.0, "how many times longer the context is than the original one; 1 = no scaling", minimum=1
-    )
+    factor: float = option(1.0, "how many times longer the context is; 1 = no scaling", minimum=1)
     type: str = option(
         "llama3",
         "linear divides all frequencies, llama3 and yarn the slow ones, longrope each by its own",
         choices=("linear", "llama3", "yarn", "longrope"),
         acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
     )
-    low_freq_factor: float = _of_llama3(
-        1.0, "wavelengths above original_max_position / this are scaled by the factor", above=0
-    )
-    high_freq_factor: float = _of_llama3(
-        4.0, "wavelengths below original_max_position / this are not scaled", above=0
-    )
+    low_freq_factor: float = _of_llama3(1.0, "wavelengths above original / this scale", above=0)
+    high_freq_factor: float = _of_llama3(4.0, "wavelengths below original / this stay", above=0)
     original_max_position: int = option(
         8192,
         "context length that the unscaled frequencies were trained for, in tokens",
         minimum=1,
         acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
     )
-    beta_fast: float = _of_yarn(
-        32.0, "frequencies that turn more often in original_max_position are not scaled", above=0
-    )
-    beta_slow: float = _of_yarn(
-        1.0, "frequencies that turn less often in it are divided by the factor", above=0
-    )
+    beta_fast: float = _of_yarn(32.0, "frequencies that turn more often are not scaled", above=0)
+    beta_slow: float = _of_yarn(1.0, "frequencies that turn less often in it are divided", above=0)
     truncate: bool = _of_yarn(True, "round the bounds between frequencies")
-    attention_factor: float = option(
-        0.0, "scales queries and keys; 0 = computed", minimum=0, acts_with=f"{_TYPE}=yarn|longrope"
+    attention_factor: float = amount(
+        0.0, "scales queries and keys; 0 = computed", acts_with=f"{_TYPE}=yarn|longrope"
     )
     mscale_all_dim: float = _of_yarn(
-        0.0, "m of the factor of scores, (0.1 m ln(factor) + 1)^2 (DeepSeek); 0 = none", minimum=0
+        0.0, "m of (0.1 m ln(factor) + 1)^2 on scores; 0 = none", minimum=0
     )
-    short_factor: list[float] = _of_longrope(
-        [], "divisor of each frequency for sequences up to original_max_position"
-    )
+    short_factor: list[float] = _of_longrope([], "divisor of each frequency for shorter sequences")
     long_factor: list[float] = _of_longrope([], "divisor of each frequency for longer sequences")
     length: str = _of_longrope(
         "auto", "list in use; auto by data.sequence_length", choices=("auto", "short", "long")

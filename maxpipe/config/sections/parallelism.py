@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
-from maxpipe.config.sections.fields import automatic, derived, option
+from maxpipe.config.sections.fields import amount, automatic, derived, option
 
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 
@@ -59,9 +59,7 @@ class ElasticConfig:
         choices=("data", "fsdp"),  # they split rows, but no dimension that the model needs split
         needs="checkpoint.every or checkpoint.every_minutes",
     )
-    wait_seconds: float = option(
-        120.0, "seconds that a lost host has to come back before the others go on", minimum=0
-    )
+    wait_seconds: float = amount(120.0, "seconds that others wait for a lost host to come back")
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,8 @@ class MeshConfig:
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    simulated_devices: int = option(
-        0, "devices that a CPU pretends to have, over all processes; 0 = the real ones", minimum=0
-    )
-    heartbeat_timeout_seconds: int = option(
-        100, "silence after which a process counts as lost and the others exit", minimum=5
-    )
+    simulated_devices: int = amount(0, "devices that a CPU pretends to have; 0 = the real ones")
+    heartbeat_timeout_seconds: int = option(100, "silence after which a process is lost", minimum=5)
 
     def size(self, axis: str) -> int:
         """Return the size of a mesh axis over all slices: ICI times DCN."""
@@ -87,8 +81,6 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """`sharding.*`."""
-
     logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")
     debug: bool = option(False, "print each sharding constraint of the step once")
 
@@ -115,43 +107,23 @@ class RematTensorsConfig:
 class PipelineConfig:
     """`pipeline.*`; the catalogue says which engines take which of the keys."""
 
-    engine: str = option(
-        "auto", "engine; auto picks by schedule and stages", variants=ENGINES, also=("auto",)
-    )
+    engine: str = option("auto", "engine; auto picks by schedule", variants=ENGINES, also=("auto",))
     schedule: str = option("circular", "name of a schedule, or the path of a CSV file with one")
     num_microbatches: int = derived(
         "microbatches per step; -1 = stages (twice as many with delayed forwarding)"
     )
-    num_repeats: int = derived(
-        "chunks of layers per stage; -1 = num_layers / (stages x num_layers_per_stage)"
+    num_repeats: int = derived("chunks per stage; -1 = layers / (stages x num_layers_per_stage)")
+    num_layers_per_stage: int = derived("layers per chunk; -1 = layers / (stages x num_repeats)")
+    layers_per_stage: list[int] = option([], "of each chunk; auto = fastest (mpmd)", derived=True)
+    unit_times: list[float] = option([], "of F, I, W, transfer, head; auto = FLOPs", derived=True)
+    memory_limit_gib: float = amount(
+        0, "GiB of a device; 0 = the chip's", acts_with="pipeline.layers_per_stage=auto"
     )
-    num_layers_per_stage: int = derived(
-        "layers per chunk; -1 = num_layers / (stages x num_repeats)"
-    )
-    layers_per_stage: list[int] = option(
-        [], "layers of each chunk in model order; auto = the fastest split (mpmd)", derived=True
-    )
-    unit_times: list[float] = option(
-        [], "times of F, I, W, transfer and head for zb_v and zb_h2; auto = by FLOPs", derived=True
-    )
-    memory_limit_gib: float = option(
-        0, "GiB of a device; 0 = the chip's", minimum=0, acts_with="pipeline.layers_per_stage=auto"
-    )
-    parallel_layers: int = derived(
-        "layers in the pipeline; others run outside it or (mpmd) in an end chunk; -1 = all"
-    )
-    outside_layers: str = option(
-        "after", "where layers outside the pipeline come", choices=("after", "before")
-    )
-    delay_activation_forwarding: bool = option(
-        False, "send activations a tick later, so that transfers overlap with compute"
-    )
-    overlap_slots: bool = option(
-        False, "a tick between the last stage's forward and backward, which then can run at once"
-    )
-    skip_idle: str = automatic(
-        "skip idle slots instead of computing and masking them; auto = only on CPU devices"
-    )
+    parallel_layers: int = derived("layers in the pipeline, others outside it; -1 = all")
+    outside_layers: str = option("after", "where outside layers come", choices=("after", "before"))
+    delay_activation_forwarding: bool = option(False, "send activations a tick later, to overlap")
+    overlap_slots: bool = option(False, "a tick between the last forward and backward, to overlap")
+    skip_idle: str = automatic("skip idle slots instead of masking them; auto = on CPU devices")
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered and gradients scattered; auto = on TPUs by memory",
@@ -165,24 +137,12 @@ class PipelineConfig:
     scan_repeats: bool = option(
         True, "run repeats as a loop", needs="pipeline.fsdp_gather=per_repeat|once"
     )
-    scan_layers: bool = option(
-        True, "run layers of the sequential engine as a loop; unrolled, saved tensors need no copy"
-    )
-    scan_layers_per_stage: bool = option(
-        False, "run a chunk's layers as a loop, which compiles faster and uses more memory"
-    )
-    remat_policy: str = option(
-        "full", "tensors that a layer saves for its backward", variants=REMAT_POLICIES
-    )
-    remat_iterations: bool = option(
-        True, "apply remat_policy to each iteration; false = save what remat_policy=none saves"
-    )
-    remat_layers: bool = option(
-        False, "recompute one layer at a time: less memory, one more forward pass"
-    )
-    remat_cheap: str = automatic(
-        "recompute norms and activations layer by layer: less memory, more time; auto by memory"
-    )
+    scan_layers: bool = option(True, "layers of the sequential engine as a loop, or unrolled")
+    scan_layers_per_stage: bool = option(False, "layers of a chunk as a loop, to compile faster")
+    remat_policy: str = option("full", "what a layer saves for backward", variants=REMAT_POLICIES)
+    remat_iterations: bool = option(True, "apply remat_policy to iterations; false = none")
+    remat_layers: bool = option(False, "recompute layer by layer: less memory, one more forward")
+    remat_cheap: str = automatic("recompute norms and gates layer by layer; auto by memory")
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
 
     @property
