@@ -116,13 +116,8 @@ calls=%async_collective_fusion.2
 }
 """
     (only,) = find_collectives(parse(text), mesh)
-    assert (only.kind, only.axes, only.count, only.bytes, only.sent_bytes) == (
-        "all-gather",
-        "stage",
-        1,
-        16,
-        48,
-    )
+    assert (only.kind, only.axes, only.count) == ("all-gather", "stage", 1)
+    assert (only.bytes, only.sent_bytes) == (16, 48)
 
 
 class _Device:

@@ -101,18 +101,6 @@ ENTRY %main (x: f32[2]) -> f32[2] {
     assert names.count("inside") == 1
 
 
-def test_line_breaks_inside_a_kernels_configuration_end_nothing():
-    text = """
-ENTRY %main (x: f32[2]) -> f32[2] {
-  %k = f32[2] custom-call(%x), backend_config={"attributes":{"note":"{1,
-"more":2
-}}, metadata={op_name="jit(f)/kernel"}
-  ROOT %after = f32[2] negate(%k)
-}
-"""
-    assert [instruction.name for _, instruction, _ in executions(parse(text))] == ["k", "after"]
-
-
 def test_bytes_of_types():
     sizes = {
         "f32[2,3]{1,0:T(8,128)}": [24],
@@ -148,7 +136,7 @@ def test_compiled_loops_have_their_lengths():
     assert 15 in times
 
 
-def test_parse_ends_a_computation_of_another_thread():
+def test_parse_ends_a_computation_of_another_thread_but_not_within_a_kernels_configuration():
     text = """
 %offloaded (param.0: f32[8]) -> f32[8] {
   ROOT %param.0 = f32[8]{0} parameter(0)
@@ -158,10 +146,16 @@ def test_parse_ends_a_computation_of_another_thread():
   ROOT %param.1 = f32[8]{0} parameter(0)
 }
 
-ENTRY %main (param.2: f32[8]) -> f32[8] {
-  ROOT %param.2 = f32[8]{0} parameter(0)
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %k = f32[2] custom-call(%x), backend_config={"attributes":{"note":"{1,
+"more":2
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %after = f32[2] negate(%k)
 }
 """
     module = parse(text)
-    assert [*module.computations] == ["offloaded", "branch", "main"]
-    assert all(len(c.instructions) == 1 for c in module.computations.values())
+    assert {name: [*c.instructions] for name, c in module.computations.items()} == {
+        "offloaded": ["param.0"],
+        "branch": ["param.1"],
+        "main": ["k", "after"],
+    }

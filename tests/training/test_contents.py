@@ -23,6 +23,19 @@ def test_files_are_compared_by_content_wherever_they_are(tmp_path):
     assert of("pipeline.schedule", "zb_v") == "zb_v"  # of the catalogue
 
 
+def test_data_is_compared_by_content_in_place_of_paths(tmp_path):
+    def contents(directory, text):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        path = tmp_path / directory / "a.jsonl"
+        path.write_text(text)
+        keys = {"data.source": "jsonl", "data.path": str(path), "data.eval_fraction": 0.0}
+        return run_contents(replace(Config(), **keys))
+
+    assert contents("a", '{"text": "x"}\n') == contents("b", '{"text": "x"}\n')
+    assert contents("a", "{}\n")["data.path"] != contents("b", '{"text": "x"}\n')["data.path"]
+    assert "cannot be read" in of("data.tokenizer", "gone.json")
+
+
 def test_models_are_compared_by_shape_and_weights(tmp_path):
     folders = [write_folder(tmp_path / name) for name in "ab"]
 

@@ -21,7 +21,7 @@ from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.resuming import check_continuity, version_changes
 from maxpipe.training.run_directory import RunDirectory
-from maxpipe.training.start import finished_step, run_contents
+from maxpipe.training.start import finished_step
 
 
 @pytest.fixture
@@ -139,19 +139,6 @@ def test_continuity_without_a_fingerprint_compares_keys(config, check):
     assert check(config, meta) == []
     with pytest.raises(ConfigError, match=r"data\.path: is "):
         check(replace(config, **{"data.path": "elsewhere"}), {"config": {"data": {"path": "x"}}})
-
-
-def test_run_contents_have_digests_of_data_in_place_of_paths(config, tmp_path):
-    contents = run_contents(config)
-    assert contents["data.tokenizer"] == "byte"
-    (tmp_path / "other").mkdir()
-    target = corpus(config).rename(tmp_path / "other" / "corpus.jsonl")
-    moved = replace(config, **{"data.path": str(target)})
-    assert run_contents(moved) == contents
-    rewrite(moved, ["{}"])
-    assert run_contents(moved)["data.path"] != contents["data.path"]
-    gone = replace(config, **{"data.tokenizer": "gone.json"})
-    assert "cannot be read" in run_contents(gone)["data.tokenizer"]
 
 
 def test_version_changes_lists_packages_of_another_version():

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,11 +61,11 @@ class Loader:
         return np.full((1, 3), self.at)
 
 
-class Place:
-    rows = (0,)
+def place(batch):
+    return batch
 
-    def __call__(self, batch):
-        return batch
+
+place.rows = (0,)
 
 
 class Checkpointer:
@@ -124,20 +125,6 @@ class Recorder:
         self.notes.append("close recorder")
 
 
-class Profiler:
-    def __init__(self, notes):
-        self.notes = notes
-
-    def before(self, step):
-        pass
-
-    def after(self, step):
-        pass
-
-    def close(self):
-        self.notes.append("close profiler")
-
-
 class Lease:
     """Fake lease: `check` knows of a loss after some calls, `verify` at once if it is gone."""
 
@@ -195,11 +182,15 @@ def run(notes):
             step=start,
             skips=skips,
             loader=Loader(notes, start),
-            place=Place(),
-            place_eval=Place(),
+            place=place,
+            place_eval=place,
             checkpointer=checkpointer,
             recorder=Recorder(notes),
-            profiler=Profiler(notes),
+            profiler=SimpleNamespace(
+                before=lambda step: None,
+                after=lambda step: None,
+                close=lambda: notes.append("close profiler"),
+            ),
             meta={},
             supervision=Supervision(lease=Lease()),
         )
@@ -307,22 +298,23 @@ def test_evaluation_without_a_target_has_no_loss_and_says_so(run, notes, batches
         assert lines[-1].startswith("step 4: no loss of the evaluation: its batches have no token")
 
 
-def test_loop_with_every_0_never_saves_or_evaluates_and_checks_the_last_state(run, notes):
-    run(**{"checkpoint.every": 0, "eval.every": 0})
-    assert of(notes, "save", "evaluate", "check") == ["check 6: 6"]
-
-
-def test_loop_with_stop_after_does_not_evaluate_at_its_end(run, notes):
-    assert run(**{"stop_after": 4, "eval.every": 3}) == DONE
-    assert of(notes, "step") == ["step 1", "step 2", "step 3", "step 4"]
-    assert of(notes, "evaluate") == ["evaluate 3"]
-
-
-def test_loop_takes_the_steps_that_are_left(run, notes):
-    assert run(start=4, **{"stop_after": 3, "checkpoint.every": 2}) == DONE
-    assert notes == []
-    run(start=4)
-    assert of(notes, "step") == ["step 5", "step 6"]
+@pytest.mark.parametrize(
+    ("start", "values", "expected"),
+    [
+        (0, {"checkpoint.every": 0}, ["check 6: 6"]),
+        (0, {"stop_after": 4, "eval.every": 3}, ["evaluate 3", "check 4: 4"]),
+        (4, {"stop_after": 3, "checkpoint.every": 2}, []),
+        (4, {"steps": 5}, ["check 5: 5"]),
+    ],
+)
+def test_loop_takes_the_steps_that_are_left_and_ends_with_a_check(
+    run, notes, start, values, expected
+):
+    assert run(start=start, **values) == DONE
+    assert of(notes, "save", "evaluate", "check") == expected
+    last = min(values.get("steps", 6), values.get("stop_after", 6))
+    steps = [f"step {number}" for number in range(start + 1, last + 1)]
+    assert [note for note in of(notes, "step") if ":" not in note] == steps
 
 
 def test_loop_names_a_step_without_targets(run, notes):

@@ -17,7 +17,6 @@ from maxpipe.training.start import explaining_memory
 MESSAGES = [
     ("Out of memory allocating 115628717136 bytes.", "108 GiB asked for at once, the host has"),
     ("Out of memory while trying to allocate 4770354232 bytes.", "4.44 GiB asked for at once"),
-    ("Out of memory while trying to allocate 3.37GiB.", "3.37 GiB asked for at once"),
     (
         "Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0",
         "6.27 GiB asked for at once",

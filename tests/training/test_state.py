@@ -45,13 +45,6 @@ def test_map_by_parameter_gives_all_of_a_per_layer_state_its_parameter():
     assert set(jax.tree.leaves(mapped["layers"])) == {"L"}
 
 
-def test_map_by_parameter_does_not_take_a_part_of_a_tree_for_the_parameters():
-    """Paths that end like a parameter's, in a subtree that lacks the others."""
-    state = {"statistics": {"embed": {"table": jnp.zeros(2)}}}
-    mapped = map_by_parameter(lambda leaf, name: name, state, NAMES, "other")
-    assert mapped == {"statistics": {"embed": {"table": "other"}}}
-
-
 class HeadWithLayers(program.Head):
     """A head that has a part called `layers`."""
 

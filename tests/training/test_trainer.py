@@ -10,7 +10,6 @@ from helpers.trainers import assert_same_bits, drawn, placed
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
-from maxpipe.devices.host_memory import to_host
 
 LAYOUTS = {
     "sequential": {"pipeline.engine": "sequential"},
@@ -87,8 +86,3 @@ def test_moments_have_the_shardings_of_their_parameters():
     }
     assert specs["params"] == specs["mu"] == specs["nu"]
     assert specs["params"]["layers"]["mlp"]["up"].spec == P(None, "stage", None, "fsdp", None)
-
-
-def test_host_copy_owns_its_memory():
-    leaf = jax.numpy.arange(1000.0)
-    assert to_host(leaf).flags.owndata

@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from helpers.hand_timed import BASIS, HLO, NANOSECOND, PROGRAM, TICK, walked
+from helpers.hand_timed import BASIS, NANOSECOND, PROGRAM, TICK, walked
 
 from maxpipe.compile.prediction.predict import parts_of
 from maxpipe.compile.prediction.prediction import Prediction
@@ -71,15 +71,6 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
     assert zero == 0
     assert first == float(f"{first:.0e}")  # round: one digit
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
-
-
-def test_page_of_a_program_without_loops_draws_the_whole_step():
-    timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
-    assert timeline.loops == []
-    html = page_html(Prediction(timeline.seconds, BASIS, parts_of(timeline)), timeline, "unrolled")
-    assert html.count("<svg") == 1
-    assert "The whole step: 0.1 µs" in html
-    assert html.count("<rect") == len(list(spans(timeline, timeline.entry)))
 
 
 def test_trace_has_a_thread_for_each_lane_and_the_whole_step():

@@ -8,7 +8,6 @@ from maxpipe.compile.prediction.operations import Part, Price
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.compile.prediction.predict import phase_times
 from maxpipe.compile.prediction.timeline import (
-    OUTSIDE,
     Conditional,
     Loop,
     Place,
@@ -121,23 +120,14 @@ def test_unit_seconds_hold_the_conditionals_of_attention():
     assert (units.forward, units.backward) == pytest.approx((2, 4))
 
 
-def test_unit_seconds_of_one_loop_with_two_slots_are_unknown():
-    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
-    (both,) = [phase for phase in phases_of(lockstep_plan(table)) if phase.kinds == "FB"]
-    assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
-
-
-def test_unit_seconds_of_phases_that_contradict_each_other_are_unknown():
+def test_unit_seconds_that_phases_do_not_tell_apart_are_unknown():
     table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
     phases = phases_of(lockstep_plan(table))
+    (both,) = [phase for phase in phases if phase.kinds == "FB"]
+    assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
     seconds = {"F": 5.0, "FB": 4.0, "B": 0.5}
     parts = [spent(f"phase_{n}", p.ticks, seconds[p.kinds]) for n, p in enumerate(phases)]
     assert unit_seconds(Timeline(spent=parts), table, phases) is None
-
-
-def test_phase_times_name_a_scope_that_only_looks_like_a_phase():
-    times = phase_times(Timeline(spent=[spent(OUTSIDE, 1, 2.0), spent("phase_2", 1, 3.0)]), [])
-    assert [(time.name, time.seconds) for time in times] == [("phase_2", 3.0), (OUTSIDE, 2.0)]
 
 
 def test_phase_times_take_one_iteration_from_the_loop_if_that_has_all_of_them():
