@@ -1,10 +1,9 @@
 """Go on with fewer hosts: fit the configuration to those present, and compile the step ahead.
 
 Once a run trains, process 0 compiles the step for the next smaller number of hosts in a thread, for
-its own devices and those of the other remaining processes, which need not take part, so that the
-run goes on at once if a host is lost. The result lies in the run's directory, next to the
-checkpoints. It is machine code, run only if it agrees with the configuration as
-`maxpipe.training.stored_step` says; otherwise the attempt on fewer hosts compiles its own.
+all devices that remain, so that the run goes on at once if a host is lost. It lies in the run's
+directory, and is run only if it agrees with the configuration as `maxpipe.training.stored_step`
+says; otherwise the attempt on fewer hosts compiles its own.
 """
 
 import threading
@@ -168,8 +167,7 @@ def build_with_step_ahead(
     decisions: list[str] = []
     trainer, reason = None, "another process cannot load it"
     try:
-        loading = update(config, {LOAD: str(used)})
-        trainer = build_trainer(loading, mesh, note=decisions.append)
+        trainer = build_trainer(update(config, {LOAD: str(used)}), mesh, note=decisions.append)
     except ConfigError as error:
         reason = str(error)
     if not processes.agree(trainer is not None):

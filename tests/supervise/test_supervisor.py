@@ -83,16 +83,10 @@ def _home(tmp_path, monkeypatch):
 
 
 class Supervised:
-    """Supervisors of one run, their output in files.
+    """Supervisors of one run, their output in files; `acts` are those of each `TRAINER`."""
 
-    Args:
-      directory: of logs.
-      acts: what the trainer of each process does, see `TRAINER`.
-      flags: of the supervisors.
-    """
-
-    def __init__(self, directory, *acts, flags=("--pause", "0.1")):
-        self.directory, self.acts, self.flags = directory, acts, flags
+    def __init__(self, directory, *acts):
+        self.directory, self.acts = directory, acts
         self.port = free_port()
         self.processes = []
 
@@ -111,7 +105,7 @@ class Supervised:
         trainer = [sys.executable, "-c", TRAINER, str(self.directory), *self.acts]
         with self.log(index).open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "maxpipe.supervise", *self.flags, "--", *trainer],
+                [sys.executable, "-m", "maxpipe.supervise", "--pause", "0.1", "--", *trainer],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -181,17 +175,17 @@ def memory_of(run, index, attempt=0):
 def test_supervise_one_process_restarts_it_with_its_memory_and_passes_a_signal_on(tmp_path):
     with (
         inherited(signal.SIGHUP, signal.SIG_DFL),
-        Supervised(tmp_path, "75 wait replica wait") as run,
+        Supervised(tmp_path, "wait replica wait") as run,
     ):
-        run.ready(2)
+        run.ready(1)
         own, _ = memory_of(run, 0)
         shutil.rmtree(own.parent)
         run.kill_trainer(0)
-        run.ready(3)
-        assert memory_of(run, 0, attempt=2) == (own, []), "it is made again"
+        run.ready(2)
+        assert memory_of(run, 0, attempt=1) == (own, []), "it is made again"
         run.kill_trainer(0)
-        run.ready(4)
-        assert memory_of(run, 0, attempt=3) == (own, ["5"]), "it outlives a trainer"
+        run.ready(3)
+        assert memory_of(run, 0, attempt=2) == (own, ["5"]), "it outlives a trainer"
         os.killpg(run.processes[0].pid, signal.SIGHUP)  # as a terminal does
         assert run.codes() == [75]
     assert run.output().count("got 15") == 1
@@ -341,16 +335,12 @@ def test_supervise_two_processes_lose_a_trainer_and_a_supervisor_and_no_replica(
         run.all_ready(1)
         own, _ = memory_of(run, lost)
         run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
-        first = run.processes[lost]
-        run.start(lost)
-        assert run.processes[lost].wait(60) == 2, "a second one of its number is refused"
-        run.processes[lost] = first
         run.kill_trainer(lost)
         run.all_ready(2)
         assert "in waiting_here" in run.output(1 - lost), "no stacks"
         trainers = [int(run.attempts(index)[-1][0]) for index in (0, 1)]
-        first.kill()
-        first.wait()
+        run.processes[lost].kill()
+        run.processes[lost].wait()
         run.wait_for(lambda: not any(map(is_running, trainers)))
         assert run.processes[1 - lost].poll() is None
         run.start(lost)
