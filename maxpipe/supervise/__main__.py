@@ -63,14 +63,15 @@ def status(run: Path) -> list[str]:
         message += "<output_dir>/<run_name> of a run under maxpipe supervise"
         raise ConfigError(Problem("--status", message)) from None
     state = known.state
-    if silent > SILENT_SECONDS and not state.startswith("has ended"):
+    has_ended = state.startswith("has ended")
+    if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
     step: int | str = last_step(run / METRICS)
     if (apart := unsaved_rows(run / METRICS)).exists():
         step = last_step(apart) or "none since it went back"
     last_end = f"; the last attempt: {known.last_end}" if known.last_end else ""
     return [
-        f"run         {run}: {state}",
+        f"run         {run}{':' * (not has_ended)} {state}",
         f"processes   {', '.join(f'{i} on {host}' for i, host in sorted(known.members.items()))}",
         f"step        {step}",
         f"checkpoint  {max(committed_steps(run / 'checkpoints'), default='none')}",

@@ -109,16 +109,18 @@ class Supervisor:
             try:
                 self._converse(address, secret, signals)
             except OSError as error:
+                where, remedy = f"{address[0]}:{address[1]}", "let hosts reach this port"
+                text = f"no supervisor 0 at {where} ({error}); start it there, and {remedy}"
                 if self._line is not None:
+                    text = f"the line to supervisor 0 is lost ({error}); {self._name} ends"
                     self._line.close()
                     self._line, until = None, time.monotonic() + wait_seconds
-                    self._log(f"the line to supervisor 0 is lost ({error}); {self._name} ends")
                     self.end()
-                is_over, where = time.monotonic() > until, f"{address[0]}:{address[1]}"
-                if is_over or str(error) != told:
-                    told, remedy = str(error), "start it there, and let hosts reach this port"
-                    end = f"; exit code {LOST}" * is_over
-                    self._log(f"no supervisor 0 at {where} ({error}); {remedy}{end}")
+                if is_over := time.monotonic() > until:
+                    text += f"; exit code {LOST}"
+                if text != told:
+                    told = text
+                    self._log(text)
                 if is_over:
                     return LOST
                 time.sleep(_RETRY_SECONDS)
@@ -195,6 +197,8 @@ class Supervisor:
 
     def look(self) -> None:
         """Start the trainer when its memory is ready; report its end."""
+        with suppress(OSError):  # reported when the next trainer starts
+            hold(self._memory)
         if self._starting is not None and self._starting[1].is_set():
             order, self._starting = self._starting[0], None
             self._start(order)
