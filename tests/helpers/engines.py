@@ -90,7 +90,6 @@ class Result:
 
 
 def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
-    """Return what an engine's metrics and canonical gradients say."""
     metrics = jax.device_get(metrics)
     load, drops = metrics.pop(EXPERT_LOAD, None), metrics.pop(EXPERT_DROPS, None)
     values = {name: float(value) for name, value in metrics.items()}
@@ -98,18 +97,12 @@ def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
 
 
 def tiny(words: str = "", /, **values: Any) -> Config:
-    """Return a resolved configuration of a very small model.
-
-    Args:
-      words: as in `keys`.
-      **values: full key -> value.
-    """
+    """Return a resolved configuration of a very small model, with words as in `keys`."""
     config = replace(Config(), **(TINY | keys(words) | values))
     return resolve(config, math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES))
 
 
 def make_mesh(config: Config) -> jax.sharding.Mesh:
-    """Build the mesh of a configuration over as many devices as it needs."""
     sizes = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]
     return build_mesh(config, jax.devices()[: math.prod(sizes)])
 
@@ -121,11 +114,7 @@ def make_batch(rows: int, *, packed: bool = True, seed: int = 0) -> dict[str, np
     weights = rng.choice([0.0, 1.0, 1.0, 2.0], shape).astype(np.float32)
     weights[::5] = 0
     columns = np.arange(SEQUENCE_LENGTH)
-    starts = (
-        rng.integers(1, SEQUENCE_LENGTH, (rows, 1))
-        if packed
-        else np.full((rows, 1), SEQUENCE_LENGTH)
-    )
+    starts = rng.integers(1, SEQUENCE_LENGTH, (rows, 1)) if packed else SEQUENCE_LENGTH
     return {
         "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
         "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
@@ -143,18 +132,15 @@ def canonical_params(program: ModelProgram) -> Params:
         # The first norm would magnify the rounding errors of activations near 0.
         stddev = 1.0 if path[-1].key == "embedding" else spec.stddev or 0.1
         rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return (rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill).astype(
-            np.float32
-        )
+        values = rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill
+        return values.astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(
-        make, program.specs, is_leaf=lambda x: isinstance(x, ParamSpec)
-    )
+    is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(make, program.specs, is_leaf=is_spec)
 
 
 class BalancedBlock(LlamaBlock):
-    """A block that, as routed experts do, adds a loss: log(1 + mean square of the output) of each
-    sequence."""
+    """A block that adds a loss of each sequence, log(1 + mean square of the output)."""
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
@@ -187,23 +173,18 @@ class EngineUnderTest:
         return self._step
 
     def traced(self) -> ClosedJaxpr:
-        """Return the program of a training step."""
         step = jax.make_jaxpr(self.pipeline.loss_and_gradients)
         return step(self.params, make_batch(self.rows), jax.random.key(0))
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
-        """Return the loss and the canonical gradients of a batch."""
         metrics, gradients = self._step(self.params, self._place(batch), jax.random.key(key))
         gradients = jax.tree.map(np.asarray, gradients)
         gradients["layers"] = jax.tree.map(self.pipeline.to_canonical, gradients["layers"])
         return result_of(metrics, gradients)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the evaluation sums of a batch."""
-        return {
-            name: float(value)
-            for name, value in self._evaluate(self.params, self._place(batch)).items()
-        }
+        sums = self._evaluate(self.params, self._place(batch))
+        return {name: float(value) for name, value in sums.items()}
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = len(batch["tokens"])
@@ -265,12 +246,8 @@ def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
 @cache
 def sequential(model: ModelConfig, rows: int) -> EngineUnderTest:
     """Return the sequential engine on one device, without microbatches."""
-    values = {
-        "pipeline.engine": "sequential",
-        "pipeline.remat_policy": "none",
-        "data.global_batch_size": rows,
-    }
-    return EngineUnderTest(dataclasses.replace(tiny(**values), model=model))
+    config = tiny(f"engine=sequential remat_policy=none global_batch_size={rows}")
+    return EngineUnderTest(dataclasses.replace(config, model=model))
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
@@ -300,7 +277,6 @@ def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) 
 
 
 def under_test(config: Config, **options: Any) -> EngineUnderTest | MpmdUnderTest:
-    """Return the engine that a configuration names, built with an engine's own `options`."""
     is_mpmd = config.pipeline.engine == "mpmd"
     return MpmdUnderTest(config) if is_mpmd else EngineUnderTest(config, **options)
 

@@ -80,7 +80,6 @@ def name_of(case: Case) -> str:
 
 
 def named(cases: Iterable[Case]) -> Iterator[object]:
-    """Yield cases as parameters."""
     for case in cases:
         yield pytest.param(case, id=name_of(case))
 

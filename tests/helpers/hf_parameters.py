@@ -20,7 +20,6 @@ from maxpipe.pipeline.chunk import apply_first_layers, apply_layers, layer_funct
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a case's type."""
     return implementation(MODEL_TYPES[CASES[name][0]])()
 
 
@@ -54,7 +53,6 @@ def parameters_of(name: str, model: ModelConfig) -> Params:
 
 
 def parameter_of(rule: Rule, tensors: dict[str, np.ndarray], layer: int) -> np.ndarray:
-    """Return one layer's parameter."""
     parts = [rule.to_parameter(tensors[tensor]) for tensor, _ in rule.tensors(layer)]
     return np.stack(parts) if rule.experts else parts[0]
 

@@ -83,20 +83,14 @@ def assert_equal_to_sequential(cases: list[Values], outcomes: list[Outcome]) -> 
 def main(directory: str, cases: list[str]) -> None:
     """Run all cases in this process, one of several."""
     values = list(map(json.loads, cases))
-    start_jax(_simulated(values[0]))
+    count = int(np.prod([*dataclasses.asdict(tiny(**values[0]).mesh.ici).values()]))
+    start_jax(tiny(**values[0], **{"mesh.simulated_devices": count}))
     try:
         for case, of_case in enumerate(values):
             _run_case(Path(directory), case, tiny(**of_case))
     except BaseException:
         traceback.print_exc()
         raise
-
-
-def _simulated(values: Values) -> Config:
-    config = tiny(**values)
-    ici = dataclasses.asdict(config.mesh.ici)
-    count = int(np.prod(list(ici.values())))
-    return tiny(**values, **{"mesh.simulated_devices": count})
 
 
 def _run_case(directory: Path, case: int, config: Config) -> None:

@@ -28,7 +28,6 @@ def inputs() -> jax.Array:
 
 
 def chain(matrices: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """Compute a loss in chunks of one matrix product each."""
     for matrix in matrices:
         x = mark(jnp.sin(x @ matrix))
     return jnp.sum(x * x)
@@ -37,19 +36,16 @@ def chain(matrices: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 def sliced(
     loss: Callable[..., jax.Array], *args: Any, split_backwards: bool = False
 ) -> SlicedProgram:
-    """Slice the gradient of `loss` for its first argument."""
     return slice_program(
         jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backwards=split_backwards
     )
 
 
 def computation(program: SlicedProgram, text: str) -> Computation:
-    """Return the computation of a name such as `F1`."""
     return program.computations[UnitName(text[0], int(text[1:]))]
 
 
 def operations(program: SlicedProgram, text: str) -> list[str]:
-    """Return the names of a computation's primitives, in order."""
     return [eqn.primitive.name for eqn in computation(program, text).equations]
 
 

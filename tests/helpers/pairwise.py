@@ -14,12 +14,10 @@ _TRIES = 200
 
 
 def pairs_of(case: Case) -> set[Pair]:
-    """Return the pairs of values of a case."""
     return {(a, case[a], b, case[b]) for a, b in combinations(case, 2)}
 
 
 def all_cases(factors: Factors) -> Iterator[Case]:
-    """Yield the full product."""
     for values in product(*factors.values()):
         yield dict(zip(factors, values, strict=True))
 
@@ -52,9 +50,7 @@ def legal_pairs(
     varied.
     """
     legal = set()
-    tried = {
-        n: values if not looks_at or n in looks_at else values[:1] for n, values in factors.items()
-    }
+    tried = {n: v if not looks_at or n in looks_at else v[:1] for n, v in factors.items()}
     for a, b in combinations(factors, 2):
         for x, y in product(factors[a], factors[b]):
             varied = tried | {a: (x,), b: (y,)}

@@ -36,7 +36,6 @@ def write_config(directory: Path, **values: object) -> list[str]:
 
 
 def output_dir(words: list[str]) -> Path:
-    """Return the directory in which the command of `write_config` puts its runs."""
     return Path(words[-1].partition("=")[2])
 
 
@@ -58,7 +57,6 @@ class Ended(NamedTuple):
 
 
 def run(words: list[str]) -> Ended:
-    """Run the command to its end."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = exit_code(command.main, last_words(words))
@@ -73,7 +71,6 @@ def train(words: list[str], expected_code: int = 0) -> str:
 
 
 def rows(root: Path) -> list[dict[str, Any]]:
-    """Read the rows of metrics.jsonl."""
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -86,7 +83,6 @@ def losses(root: Path) -> dict[int, tuple[float, float, float]]:
 
 
 def checkpoints(root: Path) -> list[int]:
-    """Return the committed steps of a run."""
     return committed_steps(root / "checkpoints")
 
 

@@ -68,8 +68,6 @@ class TrainingProcess:
     """Run a command with its output in a file; as a context manager, kill it at the end.
 
     Args:
-      log: file of the output.
-      arguments: from `command`.
       environment: added to this process's; None leaves a variable out.
       program: Python code to run instead of `-m maxpipe.train`; reads `arguments` in sys.argv.
     """
@@ -104,21 +102,17 @@ class TrainingProcess:
 
     @property
     def output(self) -> str:
-        """What the process has printed so far."""
         return self.log.read_text(errors="replace")
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has an exit code."""
         return self._process.poll() is not None
 
     def wait_for(self, text: str) -> None:
-        """Wait until the output contains `text`."""
         until = time.monotonic() + DEADLINE_SECONDS
         while text not in self.output:
             assert self._process.poll() is None, f"ended before {text!r}:\n{self.output}"
@@ -126,11 +120,9 @@ class TrainingProcess:
             time.sleep(0.02)
 
     def send(self, number: int) -> None:
-        """Send a signal to the process."""
         self._process.send_signal(number)
 
     def send_to_group(self, number: int) -> None:
-        """Send a signal to the process and its children."""
         os.killpg(self._process.pid, number)
 
     def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
@@ -164,12 +156,7 @@ def members(
 ) -> Iterator[list[TrainingProcess]]:
     """Start the processes of one run; kill those that are still running at the end.
 
-    Args:
-      directory: of the logs, `<name>-<index>.log`.
-      count: number of processes.
-      arguments: from `command`, the same for all.
-      name: of this start, for the logs.
-      program: as in `TrainingProcess`.
+    Logs are `<name>-<index>.log`.
     """
     address = f"localhost:{free_port()}"
     with contextlib.ExitStack() as stack:
@@ -181,9 +168,8 @@ def members(
                 "JAX_PROCESS_ID": str(index),
                 "NPROC": None,  # so that they have as many threads as they ask for
             }
-            process = TrainingProcess(
-                directory / f"{name}-{index}.log", arguments, environment, program
-            )
+            log = directory / f"{name}-{index}.log"
+            process = TrainingProcess(log, arguments, environment, program)
             processes.append(stack.enter_context(process))
         yield processes
 

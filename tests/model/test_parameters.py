@@ -56,9 +56,8 @@ def test_init_params_draws_the_declared_distribution():
     values = spec.init(jax.random.key(0))
     assert values.mean() == pytest.approx(1, abs=1e-3)
     assert values.std() == pytest.approx(0.02, rel=0.02)
-    constant = ParamSpec((3,), jnp.dtype("bfloat16"), ("a",), stddev=0.0, fill=0.5).init(
-        jax.random.key(0)
-    )
+    spec = ParamSpec((3,), jnp.dtype("bfloat16"), ("a",), stddev=0.0, fill=0.5)
+    constant = spec.init(jax.random.key(0))
     assert constant.dtype == jnp.bfloat16
     assert (constant == 0.5).all()
 

@@ -26,9 +26,13 @@ def llama_31_by_wavelength(freq):
     return (1 - smooth) * freq / 8 + smooth * freq
 
 
-def test_frequencies_are_powers_of_theta():
-    assert frequencies(8, 10_000.0, RopeScalingConfig()) == pytest.approx([1, 0.1, 0.01, 0.001])
-    assert frequencies(8, 10_000.0, RopeScalingConfig()).dtype == np.float32
+def test_frequencies_are_powers_of_theta_and_linear_scaling_divides_them():
+    plain = frequencies(8, 10_000.0, RopeScalingConfig())
+    assert plain == pytest.approx([1, 0.1, 0.01, 0.001])
+    assert plain.dtype == np.float32
+    linear = RopeScalingConfig(type="linear", factor=4)
+    assert frequencies(8, 10_000.0, linear) == pytest.approx(plain / 4)
+    assert rotary_factor(linear) == 1
 
 
 def test_frequencies_of_llama_31_equal_the_published_scaling():
@@ -68,12 +72,6 @@ def test_rotate_of_bfloat16_returns_bfloat16_with_float32_angles():
     assert turned.dtype == jnp.bfloat16
     # In bfloat16 position 4097 would be 4096.
     assert float(turned[0, 0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=1e-2)
-
-
-def test_linear_scaling_divides_all_frequencies():
-    scaling = RopeScalingConfig(type="linear", factor=4)
-    assert frequencies(8, 10_000.0, scaling) == pytest.approx(np.array([1, 0.1, 0.01, 0.001]) / 4)
-    assert rotary_factor(scaling) == 1
 
 
 def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones():

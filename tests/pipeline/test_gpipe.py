@@ -87,24 +87,32 @@ def test_execute_pipeline_with_waiting_stages_has_finite_gradients():
     assert np.isfinite(jax.grad(lambda w: piped(w, batch()).sum())(jnp.arange(1.0, 5.0))).all()
 
 
+def assert_equals_in_turn(piped, plain, parameters):
+    """Assert that results and gradients of a pipeline are those of its stages in turn."""
+    assert_close(piped(parameters, batch()), plain(parameters, batch()))
+    actual, expected = (
+        jax.grad(lambda p, f=f: jnp.sum(f(p, batch()) ** 2))(parameters) for f in (piped, plain)
+    )
+    assert_close(actual, expected)
+
+
+def of_stage(stacked, i):
+    return jax.tree.map(lambda p: p[i], stacked)
+
+
 def test_execute_pipeline_of_an_nnx_module_equals_calls_in_turn():
     graph, _ = nnx.split(nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))))
     states = [nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i))) for i in range(2)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
     def forward(state, x):
-        module = nnx.merge(graph, jax.tree.map(lambda p: p[0], state))
-        return summed(module, x, num_microbatches=4)
+        return summed(nnx.merge(graph, of_stage(state, 0)), x, num_microbatches=4)
 
     def plain(stacked, x):
-        for i in range(2):
-            x = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], stacked))(x)
-        return x
+        return nnx.merge(graph, of_stage(stacked, 1))(nnx.merge(graph, of_stage(stacked, 0))(x))
 
     piped = shard_map(forward, 2, (STACKED, WHOLE), WHOLE)
-    assert_close(piped(stacked, batch()), plain(stacked, batch()))
-    actual = jax.grad(lambda s: jnp.sum(piped(s, batch()) ** 2))(stacked)
-    assert_close(actual, jax.grad(lambda s: jnp.sum(plain(s, batch()) ** 2))(stacked))
+    assert_equals_in_turn(piped, plain, stacked)
 
 
 class Layer(nn.Module):
@@ -118,37 +126,18 @@ class Bound(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return pipeline(Layer(), x)
-
-
-def on_two_stages(f, *in_specs):
-    return shard_map(lambda *args: jax.lax.psum(f(*args), "pipe"), 2, in_specs, WHOLE)
+        return summed(Layer(), x)
 
 
 def test_execute_pipeline_of_a_bound_linen_module_equals_calls_in_turn():
     x = batch()
-    params = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)(
-        jax.random.key(0), x
-    )
-    y = on_two_stages(Bound().apply, WHOLE, WHOLE)(params, x)
+    init = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
+    params = init(jax.random.key(0), x)
+    y = shard_map(Bound().apply, 2, (WHOLE, WHOLE), WHOLE)(params, x)
     dense = params["params"]["Layer_0"]["Dense_0"]
     for _ in range(2):
         x = x + jnp.tanh(x @ dense["kernel"] + dense["bias"])
     assert_close(y, x)
-
-
-def halved(module_of):
-    """Return the result [4, 4096] of ones through four stages that each keep half, scaled by 2."""
-
-    def forward(x, key):
-        return summed(module_of(key), x, num_microbatches=4)
-
-    run = shard_map(forward, 4, (WHOLE, WHOLE), WHOLE)
-    x = jnp.ones((4, 4096))
-    first, again, other = run(x, KEYS[0]), run(x, KEYS[0]), run(x, KEYS[1])
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    return np.asarray(first)
 
 
 KEYS = jax.random.split(jax.random.key(7), 2)
@@ -164,37 +153,39 @@ def nnx_dropout(key):
 
 @pytest.mark.parametrize("module_of", [bound_dropout, nnx_dropout])
 def test_execute_pipeline_dropout_masks_differ_by_microbatch_and_stage(module_of):
-    y = halved(module_of)
-    # Four masks in a row keep 1/16; one mask for all stages would keep half.
+    def forward(x, key):
+        return summed(module_of(key), x, num_microbatches=4)
+
+    run, x = shard_map(forward, 4, (WHOLE, WHOLE), WHOLE), jnp.ones((4, 4096))
+    y = np.asarray(run(x, KEYS[0]))
+    np.testing.assert_array_equal(y, run(x, KEYS[0]))
+    assert (y != run(x, KEYS[1])).any()
+    # Four masks in a row keep 1/16, scaled by 2 each; one mask for all stages would keep half.
     assert set(np.unique(y)) == {0.0, 16.0}
-    assert np.mean(y != 0) == pytest.approx(0.5**4, abs=0.01)
     kept = y != 0
+    assert np.mean(kept) == pytest.approx(0.5**4, abs=0.01)
     assert all((kept[a] != kept[b]).any() for a in range(4) for b in range(a))
 
 
-def test_execute_pipeline_advances_the_counts_of_an_nnx_module():
-    def forward(x, key):
-        module = nnx_dropout(key)
-        return jnp.stack([summed(module, x) for _ in range(2)])
-
-    first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
-    assert (first != second).any()
-
-
 class Twice(nn.Module):
-    """Two calls of a pipeline in one parent."""
-
     @nn.compact
     def __call__(self, x):
         dropout = nn.Dropout(0.5, deterministic=False)
         return jnp.stack([summed(dropout, x) for _ in range(2)])
 
 
-def test_execute_pipeline_draws_a_key_for_each_call_within_a_parent():
-    def forward(x, key):
-        return Twice().apply({}, x, rngs={"dropout": key})
+def nnx_twice(x, key):
+    module = nnx_dropout(key)
+    return jnp.stack([summed(module, x) for _ in range(2)])
 
-    first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
+
+@pytest.mark.parametrize(
+    "twice", [nnx_twice, lambda x, key: Twice().apply({}, x, rngs={"dropout": key})]
+)
+def test_execute_pipeline_draws_other_numbers_in_a_second_call(twice):
+    """An NNX module counts its draws, the parent of a Linen module does."""
+    run = shard_map(twice, 2, (WHOLE, WHOLE), WHOLE)
+    first, second = run(jnp.ones((2, 64)), KEYS[0])
     assert (first != second).any()
 
 
@@ -226,13 +217,9 @@ def test_pipeline_module_reads_batch_statistics():
     assert_close(y, batch() / (1 + 1e-5))  # means of 0 and variances of 1, two stages
 
 
-def test_pipeline_module_refuses_a_stage_that_updates_batch_statistics():
-    model = PipelineModule("pipe", 2, lambda: Normed(train=True))
+def test_pipeline_module_refuses_a_stage_that_changes_its_state():
     with pytest.raises(ValueError, match="use_running_average=True"):
-        on_two_devices(model)
-
-
-def test_pipeline_module_refuses_a_stage_that_sows():
+        on_two_devices(PipelineModule("pipe", 2, lambda: Normed(train=True)))
     model = PipelineModule("pipe", 2, lambda: Normed(sows=True))
     on_two_devices(model)  # what is sown is not asked for
     with pytest.raises(ValueError, match="Normed writes intermediates"):
@@ -276,27 +263,21 @@ def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():
 
 
 def test_pipeline_module_equals_calling_its_stages_in_turn():
-    stages = 4
     model = PipelineModule("pipe", num_microbatches=2, module_fn=Layer)
-    x = batch()
-    params = shard_map(model.init, stages, (WHOLE, WHOLE), STACKED)(jax.random.key(0), x)
-    stacked = params["params"]["Layer_0"]["Dense_0"]["kernel"]
-    assert stacked.shape == (stages, WIDTH, WIDTH)
-    assert len(np.unique(stacked)) == stacked.size  # every stage has its own initial values
+    params = shard_map(model.init, 4, (WHOLE, WHOLE), STACKED)(jax.random.key(0), batch())
+    kernels = params["params"]["Layer_0"]["Dense_0"]["kernel"]
+    assert kernels.shape == (4, WIDTH, WIDTH)
+    assert len(np.unique(kernels)) == kernels.size  # every stage has its own initial values
 
     def plain(params, x):
-        for i in range(stages):
-            x = Layer().apply(
-                {"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["Layer_0"])}, x
-            )
+        for i in range(4):
+            x = Layer().apply({"params": of_stage(params["params"]["Layer_0"], i)}, x)
         return x
 
     piped = shard_map(
-        lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), stages, (STACKED, WHOLE), WHOLE
+        lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), 4, (STACKED, WHOLE), WHOLE
     )
-    assert_close(piped(params, x), plain(params, x))
-    actual = jax.grad(lambda p: jnp.sum(piped(p, x) ** 2))(params)
-    assert_close(actual, jax.grad(lambda p: jnp.sum(plain(p, x) ** 2))(params))
+    assert_equals_in_turn(piped, plain, params)
 
 
 def test_execute_pipeline_step_passes_results_to_the_next_stage():
@@ -373,7 +354,7 @@ def test_execute_pipeline_passes_on_keyword_arguments_of_any_name():
             return function(x, **kwargs)
 
     for stage in (function, Graph()):
-        run = on_two_stages(lambda x, stage=stage: pipeline(stage, x, **names), WHOLE)
+        run = shard_map(lambda x, stage=stage: summed(stage, x, **names), 2, (WHOLE,), WHOLE)
         assert_close(run(batch()), 15 * 15 * batch())
 
 

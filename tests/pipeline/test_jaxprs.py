@@ -17,19 +17,19 @@ from maxpipe.pipeline.jaxprs import (
 )
 
 
-def names(equations) -> list[str]:
+def names(equations):
     return [eqn.primitive.name for eqn in equations]
 
 
 @pytest.mark.parametrize(("calls", "closed"), [(CALLS, ["remat2"]), (CALLS + CHECKPOINTS, [])])
-def test_inline_opens_nested_calls_and_leaves_others(calls, closed) -> None:
+def test_inline_opens_nested_calls_and_leaves_others(calls, closed):
     inner = jax.checkpoint(jax.jit(jnp.sin))
     flat = inline(jax.make_jaxpr(jax.jit(lambda x: jnp.cos(inner(x))))(1.0), calls)
     assert names(flat.jaxpr.eqns) == [*(closed or ["sin"]), "cos"]
     assert jax.core.eval_jaxpr(flat.jaxpr, flat.consts, 2.0) == [jnp.cos(jnp.sin(2.0))]
 
 
-def test_inline_keeps_the_scopes_of_calls_and_of_what_they_call() -> None:
+def test_inline_keeps_the_scopes_of_calls_and_of_what_they_call():
     @jax.jit
     def inner(x):
         with jax.named_scope("inner"):
@@ -49,7 +49,7 @@ def test_inline_keeps_the_scopes_of_calls_and_of_what_they_call() -> None:
     ]
 
 
-def test_ancestors_of_an_output_compute_it() -> None:
+def test_ancestors_of_an_output_compute_it():
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)), jnp.exp(x)))(1.0).jaxpr
     equations = ancestors(jaxpr.eqns, jaxpr.outvars[:1])
     assert names(equations) == ["cos", "sin"]
@@ -57,7 +57,7 @@ def test_ancestors_of_an_output_compute_it() -> None:
     assert jax.core.eval_jaxpr(smaller, (), 2.0) == [jnp.sin(jnp.cos(2.0))]
 
 
-def test_is_cheap_of_products_calls_and_effects_is_false() -> None:
+def test_is_cheap_of_products_calls_and_effects_is_false():
     def f(x):
         jax.debug.callback(lambda _: None, x)
         return jax.jit(jnp.sin)(x @ x) + jnp.cumsum(x, axis=0)
@@ -81,14 +81,14 @@ def test_is_cheap_of_products_calls_and_effects_is_false() -> None:
     ],
     ids=["callback", "cond", "while_loop", "checkpoint", "pure_callback", "cond_of_arithmetic"],
 )
-def test_calls_back_of_callbacks_in_any_depth_is_true(construct, expected) -> None:
+def test_calls_back_of_callbacks_in_any_depth_is_true(construct, expected):
     def f(x):
         return construct(lambda x: jax.debug.callback(lambda _: None, x), x)
 
     assert any(map(calls_back, jax.make_jaxpr(f)(1.0).jaxpr.eqns)) == expected
 
 
-def test_gathers_of_parts_are_cheap_or_collective_and_attention_over_parts_is_not() -> None:
+def test_gathers_of_parts_are_cheap_or_collective_and_attention_over_parts_is_not():
     mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tensor"))
 
     def over_tensor(f):

@@ -19,6 +19,7 @@ import pytest
 from maxpipe.builder import build_trainer
 from maxpipe.config import MESH_AXES, Config, load, resolve
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.pipeline.microbatches import ARRAYS
 from maxpipe.training.trainer import SpmdTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -57,11 +58,7 @@ join.lower(x).compile()
 
 def compiler_log(*command):
     """Return standard error of a command, without a cache that would leave out the partitioner."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("JAX_COMPILATION_CACHE")
-    }
+    env = {n: v for n, v in os.environ.items() if not n.startswith("JAX_COMPILATION_CACHE")}
     env |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
@@ -112,11 +109,11 @@ SMALL = {
     "mesh.simulated_devices": 8,
 }
 LATENT = {
-    "model.mla.q_lora_rank": 16,
-    "model.mla.kv_lora_rank": 16,
-    "model.mla.qk_nope_head_dim": 8,
-    "model.mla.qk_rope_head_dim": 4,
-    "model.mla.v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
 }
 
 
@@ -125,14 +122,11 @@ def sizes_of(config: Config) -> dict[str, object]:
     sizes: dict[str, object] = dict(SMALL)
     if config.model.attention_kind == "mla":
         del sizes["model.num_kv_heads"], sizes["model.head_dim"]
-        sizes |= LATENT
+        sizes |= {f"model.mla.{name}": size for name, size in LATENT.items()}
     if config.model.first_dense_layers:
         # Four layers in the pipeline, and one of the same kind outside.
-        sizes |= {
-            "model.first_dense_layers": 1,
-            "model.num_layers": 6,
-            "pipeline.parallel_layers": 4,
-        }
+        sizes |= {"model.first_dense_layers": 1, "model.num_layers": 6}
+        sizes["pipeline.parallel_layers"] = 4
     return sizes
 
 
@@ -153,10 +147,7 @@ def compile_step(config: Config, compiled: set[str]) -> None:
     devices = math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES)
     trainer = build_trainer(config, build_mesh(config, jax.devices()[:devices]))
     shape = (config.data.global_batch_size, config.data.sequence_length)
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, np.int32)
-        for name in ("tokens", "targets", "positions", "segment_ids")
-    }
+    batch = dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(shape, np.int32))
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     assert isinstance(trainer, SpmdTrainer)
     lowered = trainer.jitted_step.lower(trainer.abstract_state(), batch)

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.microbatches import ARRAYS
 from maxpipe.sharding.rules import AxisRules, without
 
 
@@ -32,11 +33,9 @@ def problem_of(call, *args):
 
 def test_spec_follows_the_rules(rules):
     assert rules.spec(("activation_batch", "activation_length")) == P(("data", "fsdp"), None)
-    assert rules.spec(("repeat", "stage", "layers_per_stage", "embed")) == P(
-        None, "stage", None, "fsdp"
-    )
+    layers = ("repeat", "stage", "layers_per_stage", "embed")
+    assert rules.spec(layers) == P(None, "stage", None, "fsdp")
     assert rules.spec((None, "embed")) == P(None, "fsdp")
-
     assert rules.spec(("embed", "mlp")) == P("fsdp", None)  # tensor has size one
     assert rules.size("activation_batch") == 4
     assert rules.size("mlp") == 1
@@ -59,9 +58,7 @@ def test_spec_of_two_dimensions_on_one_mesh_axis_is_refused(mesh):
     assert "'embed'" in message
     assert "'mlp'" in message
     assert "'fsdp'" in message
-
-
-def test_spec_of_two_dimensions_on_a_mesh_axis_of_size_one_is_allowed(mesh):
+    # One of size one is allowed.
     rules = AxisRules([["embed", ["tensor"]], ["mlp", ["tensor"]]], mesh)
     assert rules.spec(("embed", "mlp")) == P(None, None)
 
@@ -111,10 +108,8 @@ def test_constrain_inside_a_manual_program_leaves_its_axes_out(mesh):
         return rules.constrain(x, ("activation_stage", "activation_batch"))
 
     rows = P(None, ("data", "fsdp"))
-    names = {"data", "fsdp"}
-    run = jax.shard_map(
-        local, mesh=mesh, axis_names=names, in_specs=rows, out_specs=rows, check_vma=False
-    )
+    options = {"axis_names": {"data", "fsdp"}, "check_vma": False}
+    run = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, **options)
     x = jnp.arange(16.0).reshape(2, 8)
     assert (jax.jit(run)(x) == x).all()
     (line,) = lines
@@ -125,22 +120,11 @@ def test_constrain_inside_a_manual_program_leaves_its_axes_out(mesh):
 
 
 def test_sharding_debug_prints_the_steps_constraints(capsys):
-    config = tiny(
-        **{
-            "pipeline.schedule": "circular",
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-            "sharding.debug": True,
-        }
-    )
+    config = tiny("schedule=circular stage=2 fsdp=2", **{"sharding.debug": True})
     engine = build_trainer(config, make_mesh(config))
-    batch = {
-        n: jax.ShapeDtypeStruct((16, 8), jnp.int32)
-        for n in ("tokens", "targets", "positions", "segment_ids")
-    }
-    engine.jitted_step.lower(
-        engine.abstract_state(), batch | {"weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
-    )
+    batch = dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct((16, 8), jnp.int32))
+    batch["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    engine.jitted_step.lower(engine.abstract_state(), batch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(set(lines)) > 10
     dims = "activation_stage=2, activation_batch=8, activation_length=8, -=16"

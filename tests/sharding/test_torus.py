@@ -1,7 +1,6 @@
 """Gathers along a whole torus take two steps, and what they move is the same."""
 
 import math
-from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -48,27 +47,18 @@ def test_line_length_is_one_elsewhere():
         torus((4, 4, 4), (1, 1, 64), "TPU v99"),  # unknown
     ):
         assert line_length(mesh) == 1
-
-
-def test_line_length_is_one_where_a_chip_is_two_devices():
     for axis in (2, 1):
         mesh = torus((4, 4, 4), (1, 1, 64), "TPU7x")
         # The devices of a chip follow each other, or are those of an axis before fsdp.
         mesh.devices = np.repeat(mesh.devices, 2, axis=axis)
         assert line_length(mesh) == 1
-
-
-def test_line_length_of_simulated_devices_is_one():
     assert line_length(make_mesh(tiny(**{"mesh.ici.fsdp": 8}))) == 1
 
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("stage", "fsdp"), ("fsdp", "stage")])
-def test_gather_and_scatter_of_every_route_move_the_same(axes):
-    for line, crossing in product([1, 2], [(), ("stage",)]):
-        check_route(axes, line, crossing)
-
-
-def check_route(axes, line, crossing):
+@pytest.mark.parametrize("line", [1, 2])
+@pytest.mark.parametrize("crossing", [(), ("stage",)])
+def test_gather_and_scatter_of_every_route_move_the_same(axes, line, crossing):
     route = Route(line, crossing)
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     weight = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
@@ -78,15 +68,8 @@ def check_route(axes, line, crossing):
         full = gather_dimension(shard, axes, 1, route)
         return full, scatter_dimension(full * scale[0, 0], axes, 1, route)
 
-    f = jax.jit(
-        jax.shard_map(
-            both,
-            mesh=mesh,
-            in_specs=(P(None, axes), P("stage", "fsdp")),
-            out_specs=(P(), P(None, axes)),
-            check_vma=False,
-        )
-    )
+    specs = {"in_specs": (P(None, axes), P("stage", "fsdp")), "out_specs": (P(), P(None, axes))}
+    f = jax.jit(jax.shard_map(both, mesh=mesh, check_vma=False, **specs))
     full, total = f(weight, scales)
     np.testing.assert_array_equal(full, weight)
     summed = scales.sum() if "stage" in axes else scales[0].sum()
@@ -95,13 +78,10 @@ def check_route(axes, line, crossing):
     assert str(jax.make_jaxpr(f)(weight, scales)).count("all_gather[") == steps
 
 
-def test_axes_that_cross_slices_carry_shards():
+@pytest.mark.parametrize("line", [1, 2])
+@pytest.mark.parametrize(("crossing", "size"), [((), 4), (("stage",), 1)])
+def test_axes_that_cross_slices_carry_shards(line, crossing, size):
     """Elsewhere fsdp comes first, and the axis before it carries what that has gathered."""
-    for line, (crossing, size) in product([1, 2], [((), 4), (("stage",), 1)]):
-        check_sizes(line, crossing, size)
-
-
-def check_sizes(line, crossing, size):
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     axes, route = ("stage", "fsdp"), Route(line, crossing)
 

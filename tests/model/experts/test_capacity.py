@@ -26,10 +26,6 @@ def test_earlier_tokens_of_each_sequence_come_first():
     choice = jnp.asarray([first, second], jnp.int32)
     expected = [[0, 1], [0, 2], [0, 1], [4, 3], [1, 4], [4, 2]]
     np.testing.assert_array_equal(within_capacity(choice, MOE), [expected, second])
-
-
-def test_without_a_factor_nothing_is_dropped():
-    choice = jnp.zeros((2, 6, 2), jnp.int32)
     assert within_capacity(choice, MoEConfig(experts=4, per_token=2)) is choice
 
 

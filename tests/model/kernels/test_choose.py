@@ -1,6 +1,7 @@
 """Which attention kernel is chosen for which platform and sizes, and what is said about it."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.engines import make_mesh, tiny
@@ -73,18 +74,11 @@ def test_engine_inputs_have_the_rotation_and_the_gating_that_are_configured():
     assert (model.rotation, model.gating) == ("product", "separate")
 
 
-def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():
-    def of(kernel):
-        values = {"model.head_dim": 128, "data.sequence_length": 1024, "model.attention": kernel}
-        config = tiny(**values, **{"model.attention_sinks": True, "model.attention_window": 8})
-        return choose_kernel(config, "tpu", lambda line: None)
-
-    assert of("auto") == "dot_product"
+def test_choose_kernel_that_cannot_serve_is_refused_with_the_remedy(choose):
+    sinks = {"model.attention_sinks": True, "model.attention_window": 8}
+    assert choose("tpu", **sinks)[0] == "dot_product"
     with pytest.raises(ConfigError, match=r"it has no sinks .*; use auto or dot_product"):
-        of("splash")
-
-
-def test_choose_kernel_of_another_platform_is_refused(choose):
+        choose("tpu", kernel="splash", **sinks)
     with pytest.raises(ConfigError, match="it runs on tpu, not on gpu; use auto or dot_product"):
         choose("gpu", kernel="splash")
 
@@ -116,12 +110,10 @@ def test_choose_kernel_on_gpus_of_another_maker_or_before_ampere_leaves_cudnn(ch
         ("cuda 13000", "12.0", "cudnn"),
     ):
         facts = {} if capability is None else {"compute_capability": capability}
-        devices = [SimpleNamespace(**facts)]
-        client = SimpleNamespace(
-            platform="gpu", platform_version=version, local_devices=lambda devices=devices: devices
-        )
+        client = Mock(platform="gpu", platform_version=version)
+        client.local_devices.return_value = [SimpleNamespace(**facts)]
         monkeypatch.setattr(
-            "maxpipe.model.kernels.cudnn.backend.get_backend", lambda client=client: client
+            "maxpipe.model.kernels.cudnn.backend.get_backend", Mock(return_value=client)
         )
         chosen, said = choose("gpu")
         assert chosen == name

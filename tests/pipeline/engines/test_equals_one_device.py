@@ -74,6 +74,7 @@ MODELS = {
             # Microbatches of parts in a program that is manual over fsdp.
             "schedule=circular num_microbatches=2 context=2 fsdp=2 fsdp_gather=once",
             "schedule=circular num_microbatches=2 fsdp=2 scan_iterations=false",
+            "schedule=lockstep_1f1b num_layers=4 num_repeats=2 context=2 fsdp=2",
             "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true delay_activation_forwarding=true "
             "remat_policy=minimal remat_cheap=false",
         ],
@@ -143,19 +144,36 @@ MODELS = {
             "schedule=lockstep_1f1b num_microbatches=5 global_batch_size=10 num_repeats=2 "
             "delay_activation_forwarding=true",
         ],
+        slow=[],
+    ),
+    # Several options at once, as the grids of the engines have them.
+    "options": Model(
+        "z_loss=0.01 logit_soft_cap=5.0 global_batch_size=48",
+        default=[
+            REPEATS + "schedule=circular fsdp=2 fsdp_gather=per_repeat dropout=0.2 "
+            "remat_iterations=false remat_layers=true",
+            REPEATS + "schedule=circular data=2 fsdp_gather=once tie_embeddings=true qk_norm=true "
+            "attention_bias=true delay_activation_forwarding=true scan_layers_per_stage=false "
+            "scan_repeats=false remat_policy=none",
+            "engine=circular schedule=circular stage=1 num_microbatches=1 num_repeats=2 "
+            "layers_per_stage=[1,2] parallel_layers=3 outside_layers=before data=2 fsdp=2 tensor=2 "
+            "block=balanced logit_tiles=3 remat_policy=minimal_offloaded",
+            REPEATS + "schedule=lockstep_zb num_microbatches=3 fsdp=2 tie_embeddings=true "
+            "qk_norm=true attention_bias=true block=balanced remat_policy=minimal",
+            "schedule=lockstep_1f1b stage=4 num_repeats=2 num_microbatches=16 num_layers=11 "
+            "layers_per_stage=[1,2,1,1,2,1,1,2] logit_tiles=3 remat_policy=minimal "
+            "remat_layers=true overlap_slots=true fsdp_gather=once",
+        ],
         slow=[
-            "schedule=lockstep_1f1b stage=4 num_microbatches=9 global_batch_size=18 num_repeats=2 "
-            "num_layers=8",
-            "schedule=lockstep_1f1b num_microbatches=1 global_batch_size=2 num_repeats=2",
-            "schedule=lockstep_1f1b num_microbatches=5 global_batch_size=10 num_repeats=2",
-            "schedule=lockstep_1f1b stage=4 num_microbatches=3 global_batch_size=6 num_repeats=2 "
-            "num_layers=8",
-            "schedule=lockstep_1f1b num_microbatches=1 global_batch_size=2 num_repeats=2 "
-            "delay_activation_forwarding=true",
-            "schedule=lockstep_1f1b stage=4 num_microbatches=7 global_batch_size=14 "
-            "delay_activation_forwarding=true",
-            "schedule=lockstep_1f1b stage=4 num_microbatches=13 global_batch_size=26 "
-            "num_repeats=2 num_layers=8 delay_activation_forwarding=true",
+            "schedule=lockstep_zb num_layers_per_stage=2 num_microbatches=2 fsdp=2 tensor=2 "
+            "fsdp_gather=once delay_activation_forwarding=true skip_idle=false "
+            "remat_policy=minimal",
+            "schedule=lockstep_zb stage=4 num_microbatches=16 remat_policy=none overlap_slots=true",
+            # Its gathers of whole weights, its loops and its head have collectives of the same
+            # kind, which CPU devices would mix up if nothing kept them in order.
+            "schedule=lockstep_zb stage=4 num_repeats=2 num_microbatches=16 num_layers=12 "
+            "layers_per_stage=[1,2,1,1,2,1,1,2] parallel_layers=11 dropout=0.2 logit_tiles=3 "
+            "remat_policy=none remat_iterations=false skip_idle=false fsdp_gather=once",
         ],
     ),
     # Of 4 stages and 2-way fsdp, stage divides 20 columns and fsdp 18; tokens do not divide.
@@ -280,9 +298,10 @@ def cases():
 
 @pytest.mark.parametrize("words", cases())
 def test_losses_and_gradients_equal_those_of_one_device(words):
-    """Whatever idle slots of the scheduled engine hold."""
+    """Whatever idle slots and bubbles hold."""
     config = tiny(words)
-    options = {"idle_fill": math.nan} if config.pipeline.engine == "scheduled" else {}
+    fill = {"scheduled": "idle_fill", "circular": "bubble_fill"}.get(config.pipeline.engine)
+    options = {fill: math.nan} if fill else {}
     if config.model.moe.experts:
         train = under_test(config, **options).train
         assert_same_as_one_device(train, on_one_device(config), ROWS)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from itertools import product
 
 import jax
 import pytest
@@ -21,18 +20,18 @@ STAGES = "stage=2 num_microbatches=2 num_repeats=2 "
 LAYOUTS = {
     "sequential": "engine=sequential",
     "lockstep_1f1b": STAGES + "schedule=lockstep_1f1b",
-    "zb_v": STAGES + "schedule=zb_v remat_policy=minimal",
     "circular": STAGES + "schedule=circular",
-    "1f1b": STAGES + "schedule=1f1b num_repeats=1",
 }
 
 
-def assert_equals_one_device(layout, words, **options):
-    config = tiny(f"{EXPERTS}{LAYOUTS[layout]} {words}")
+pytestmark = pytest.mark.slow
+
+
+def assert_equals_one_device(layout, words, values=None, **options):
+    config = tiny(f"{EXPERTS}{LAYOUTS[layout]} {words}", **values or {})
     assert_same_as_one_device(under_test(config, **options).train, on_one_device(config), ROWS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fill", [math.nan, 1e30])
 @pytest.mark.parametrize("dispatch", ["ring", "all_to_all moe.capacity_factor=1.0"])
 def test_idle_slots_may_route_anything(dispatch, fill):
@@ -40,18 +39,15 @@ def test_idle_slots_may_route_anything(dispatch, fill):
     assert_equals_one_device("lockstep_1f1b", words, idle_fill=fill)
 
 
-@pytest.mark.slow
 def test_whole_weights_are_gathered_where_rules_split_others_over_expert_too():
     rules = [
         ["embed", ["fsdp", "expert"]] if name == "embed" else [name, axes]
         for name, axes in tiny().sharding.logical_axis_rules
     ]
-    words = EXPERTS + LAYOUTS["lockstep_1f1b"] + " num_repeats=1 parallel_layers=2 expert=2"
-    config = tiny(words, **{"sharding.logical_axis_rules": rules})
-    assert_same_as_one_device(under_test(config).train, on_one_device(config), ROWS)
+    values = {"sharding.logical_axis_rules": rules}
+    assert_equals_one_device("lockstep_1f1b", "num_repeats=1 parallel_layers=2 expert=2", values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["sequential", "lockstep_1f1b", "circular"])
 def test_ragged_dispatch_equals_one_device(layout, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
@@ -60,15 +56,6 @@ def test_ragged_dispatch_equals_one_device(layout, monkeypatch):
     assert_equals_one_device(layout, "expert=4 moe.dispatch=ragged moe.capacity_factor=1.0")
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("layout", "dispatch", "devices"), product(LAYOUTS, ("ring", "all_to_all"), (2, 4))
-)
-def test_every_engine_and_dispatch_equals_one_device(layout, dispatch, devices):
-    assert_equals_one_device(layout, f"moe.dispatch={dispatch} expert={devices}")
-
-
-@pytest.mark.slow
 def test_evaluation_of_rows_that_the_axis_does_not_divide_equals_one_device():
     config = tiny(EXPERTS + LAYOUTS["lockstep_1f1b"] + " expert=4")
     expected = sequential(on_one_device(config), ROWS).evaluate(make_batch(6))

@@ -108,13 +108,6 @@ SMALL = (
     "pipeline.remat_policy=minimal",
 )
 DENSE = ("mesh.ici.fsdp=1", "mesh.ici.data=4")
-EXPERTS = (
-    "mesh.ici.fsdp=1",
-    "mesh.ici.expert=4",
-    "model.moe.experts=8",
-    "model.moe.mlp_dim=512",
-    "model.moe.dispatch=all_to_all",
-)
 FLAGS = {RECOMMENDED["v5p"].variable: added_to("", RECOMMENDED["v5p"].flags)}
 
 
@@ -149,16 +142,6 @@ def waiting_for(tick, slots):
     return names
 
 
-def products_beside_tokens(tick):
-    """Return the products of a tick's backward that run while tokens of its forward travel."""
-    beside = []
-    for start, (slot, instruction) in enumerate(tick):
-        if slot == "forward" and instruction.opcode == "all-to-all-start":
-            done = next(n for n, (_, i) in enumerate(tick) if instruction.name in i.operands)
-            beside += [i.name for s, i in tick[start:done] if s == "backward" and is_product(i)]
-    return beside
-
-
 def is_product(instruction):
     """Return whether an instruction is a matrix product or a kernel, by what it is made of."""
     name = re.search(r'op_name="[^"]*/(dot_general|pallas_call)"', instruction.attributes)
@@ -179,12 +162,3 @@ class TestTpu:
         backward = [i.name for slot, i in tick if slot == "backward" and is_product(i)]
         assert len(backward) > 5
         assert any(name in waiting for name in backward) == (overlap == "false")
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("overlap", ["true", "false"])
-    def test_tokens_of_the_forward_slot_travel_beside_products_of_the_backward_slot(
-        self, tmp_path, overlap
-    ):
-        """An all-to-all starts, products of the other slot run, and it is done."""
-        tick = scheduled_tick(tmp_path, *EXPERTS, f"pipeline.overlap_slots={overlap}")
-        assert bool(products_beside_tokens(tick)) == (overlap == "true")

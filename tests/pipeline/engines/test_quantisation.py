@@ -8,22 +8,10 @@ by more, or for every batch.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
-import numpy as np
 import pytest
-from helpers.engines import (
-    LATENT_WORDS,
-    Result,
-    assert_same,
-    make_batch,
-    sequential,
-    tiny,
-    under_test,
-)
-
-from maxpipe.config.sections import ModelConfig
+from helpers.engines import LATENT_WORDS, assert_same, make_batch, sequential, tiny, under_test
 
 ROWS = 8  # few, so that few values are close to a half
 SEEDS = 3
@@ -48,14 +36,16 @@ FURTHER = [
 ]
 
 
-def assert_same_as_one_device(
-    train: Callable[[dict[str, np.ndarray]], Result], model: ModelConfig
-) -> None:
-    """Assert that no batch differs by more than `QUANTUM`, and one of `SEEDS` not at all."""
-    differences = []
+@pytest.mark.parametrize(
+    "words", [*FIRST, *(pytest.param(words, marks=pytest.mark.slow) for words in FURTHER)]
+)
+def test_loss_and_gradients_equal_those_of_one_device(words):
+    """No batch differs by more than `QUANTUM`, and one of `SEEDS` not at all."""
+    config = tiny(f"global_batch_size={ROWS} {words}")
+    subject, differences = under_test(config), []
     for seed in range(SEEDS):
         batch = make_batch(ROWS, seed=seed)
-        actual, expected = train(batch), sequential(model, ROWS).train(batch)
+        actual, expected = subject.train(batch), sequential(config.model, ROWS).train(batch)
         assert_same(actual, expected, tolerance=QUANTUM)
         try:
             assert_same(actual, expected)
@@ -64,23 +54,15 @@ def assert_same_as_one_device(
     assert len(differences) < SEEDS, f"all of {SEEDS} batches differ: {differences}"
 
 
-@pytest.mark.parametrize(
-    "words", [*FIRST, *(pytest.param(words, marks=pytest.mark.slow) for words in FURTHER)]
-)
-def test_loss_and_gradients_equal_those_of_one_device(words):
-    config = tiny(f"global_batch_size={ROWS} {words}")
-    assert_same_as_one_device(under_test(config).train, config.model)
-
-
 @pytest.mark.slow
 def test_in_bfloat16_loss_and_gradients_over_tensor_are_near_those_of_one_device():
-    config = tiny(f"{FIRST[0]} fsdp=1 dtype=bfloat16 global_batch_size={ROWS}")
-    subject = under_test(config)
-    for seed in range(SEEDS):
-        batch = make_batch(ROWS, seed=seed)
-        actual, expected = subject.train(batch), sequential(config.model, ROWS).train(batch)
-        assert actual.loss == pytest.approx(expected.loss, rel=1e-4)
-        assert_same(actual, expected, tolerance=OF_BFLOAT16)
+    config, batch = (
+        tiny(f"{FIRST[0]} fsdp=1 dtype=bfloat16 global_batch_size={ROWS}"),
+        make_batch(ROWS),
+    )
+    actual, expected = under_test(config).train(batch), sequential(config.model, ROWS).train(batch)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-4)
+    assert_same(actual, expected, tolerance=OF_BFLOAT16)
 
 
 @pytest.mark.parametrize("passes", ["forward", "full"])

@@ -49,7 +49,7 @@ def test_engine_equals_one_device_with_stages_in_different_slices(name, monkeypa
 @pytest.mark.parametrize(
     "name", ["sequential", pytest.param("scheduled_once", marks=pytest.mark.slow)]
 )
-def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch):
+def test_weights_are_gathered_twice_as_often_by_groups_of_two_and_it_is_said(name, monkeypatch):
     config = of_lines(monkeypatch, name)
 
     def gathers():
@@ -57,6 +57,11 @@ def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch)
         counts = executed(compiled.as_text())
         return sum(n for key, n in counts.items() if key.kind == "all-gather")
 
+    notes = []
+    build_engine_inputs(config, make_mesh(config), note=notes.append)
+    (note,) = [note for note in notes if "fsdp" in note]
+    assert note.startswith("weights are gathered in two steps: ")
+    assert "2 of the 4 devices" in note
     in_two_steps = gathers()
     monkeypatch.setattr(builder, "line_length", lambda mesh: 1)
     assert in_two_steps > 1.5 * gathers()
@@ -86,15 +91,6 @@ def test_weights_gathered_in_two_steps_are_not_saved_for_the_backward(monkeypatc
     monkeypatch.setattr(builder, "line_length", lambda mesh: 1)
     assert len(in_two_steps) == 2
     assert in_two_steps == saved()
-
-
-def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
-    notes = []
-    config = of_lines(monkeypatch, "sequential")
-    build_engine_inputs(config, make_mesh(config), note=notes.append)
-    (note,) = [note for note in notes if "fsdp" in note]
-    assert note.startswith("weights are gathered in two steps: ")
-    assert "2 of the 4 devices" in note
 
 
 class TestTpu:

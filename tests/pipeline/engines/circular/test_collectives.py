@@ -24,9 +24,7 @@ def compiled(gather, repeats, microbatches):
         f"num_kv_heads=3 mlp_dim=40 global_batch_size={ROWS}"
     )
     subject = EngineUnderTest(config)
-    batch = {
-        name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()
-    }
+    batch = jax.device_put(make_batch(ROWS), subject.batch_sharding)
     step = jax.jit(subject.pipeline.loss_and_gradients)
     # What is fused decides about memory, so kernels are built as they are outside of tests.
     quick = "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]
@@ -60,11 +58,8 @@ def _is_weight(shape):
     return any(sizes in (dims, sorted([*dims, n])) for dims in full + shards for n in (2, 4))
 
 
-SIZES = [
-    (2, 8),
-    pytest.param(4, 8, marks=pytest.mark.slow),
-    pytest.param(4, 4, marks=pytest.mark.slow),
-]  # repeats, microbatches; the last with as many microbatches as stages
+# Repeats and microbatches; the last has as many microbatches as stages.
+SIZES = [(2, 8), *(pytest.param(4, M, marks=pytest.mark.slow) for M in (8, 4))]
 
 
 @pytest.mark.parametrize(("repeats", "microbatches"), SIZES)

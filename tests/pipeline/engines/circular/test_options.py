@@ -13,7 +13,7 @@ from helpers.engines import (
     tiny,
 )
 
-from maxpipe.pipeline.jaxprs import open_jaxpr
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 ROWS = 16
 # What is rematerialised: iterations, layers, both or neither.
@@ -32,10 +32,9 @@ def circular(words):
 def residual_shapes(config):
     """Return the shapes of what the forward hands to the backward."""
     subject = EngineUnderTest(config)
-    batch = {name: jax.numpy.asarray(x) for name, x in make_batch(ROWS).items()}
+    batch, key = make_batch(ROWS), jax.random.key(0)
 
     def residuals(params):
-        key = jax.random.key(0)
         return jax.tree.leaves(jax.vjp(lambda p: subject.pipeline.loss(p, batch, key), params)[1])
 
     return [leaf.shape for leaf in jax.eval_shape(residuals, subject.params)]
@@ -73,27 +72,21 @@ def loops(config):
     """Return (trip count, shapes of the carry) of every loop in the forward."""
     subject = EngineUnderTest(config)
     rows = make_batch(config.data.global_batch_size)
-    jaxpr = jax.make_jaxpr(subject.pipeline.loss)(subject.params, rows, jax.random.key(0))
-    scans, programs = [], [jaxpr]
-    while programs:
-        for eqn in programs.pop().eqns:
+    found = []
+
+    def walk(jaxpr):
+        for eqn in open_jaxpr(jaxpr).eqns:
             if eqn.primitive.name == "scan":
-                body = open_jaxpr(eqn.params["jaxpr"])
                 # What is stacked has a dimension more outside.
-                pairs = [
-                    (o.aval.shape, i.aval.shape)
-                    for o, i in zip(eqn.outvars, body.outvars, strict=True)
-                ]
-                scans.append(
-                    (
-                        eqn.params["length"],
-                        [outside for outside, inside in pairs if outside == inside],
-                    )
-                )
-            programs += [
-                p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")
-            ]
-    return scans
+                inside = [v.aval.shape for v in open_jaxpr(eqn.params["jaxpr"]).outvars]
+                outside = [v.aval.shape for v in eqn.outvars]
+                carried = [a for a, b in zip(outside, inside, strict=True) if a == b]
+                found.append((eqn.params["length"], carried))
+            for inner in inner_jaxprs(eqn):
+                walk(inner)
+
+    walk(jax.make_jaxpr(subject.pipeline.loss)(subject.params, rows, jax.random.key(0)))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -139,15 +132,14 @@ def test_scan_options_compile_a_loop_or_copies(option, gather, length):
 
 
 @pytest.mark.parametrize(
-    ("policy", "experts"),
-    [
-        ("full", ""),
-        pytest.param("minimal", "", marks=pytest.mark.slow),
-        pytest.param("minimal", "moe.experts=4 moe.mlp_dim=8", marks=pytest.mark.slow),
+    "words",
+    ["remat_policy=full"]
+    + [
+        pytest.param(f"remat_policy=minimal {words}", marks=pytest.mark.slow)
+        for words in ("", "moe.experts=4 moe.mlp_dim=8")
     ],
-    ids=["full", "minimal", "experts"],
 )
-def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, monkeypatch):
+def test_stores_of_residuals_are_written_before_they_are_read(words, monkeypatch):
     """Nothing fills them on TPUs and GPUs, so they may hold anything; here NaN."""
     shapes = []
 
@@ -157,8 +149,7 @@ def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, m
         return jax.numpy.full(shape, jax.numpy.nan if is_float else 2**30, dtype)
 
     monkeypatch.setattr(jax.lax, "empty", anything)
-    words = f"fsdp_gather=per_repeat remat_policy={policy} num_layers=4 {experts}"
-    assert_equals_one_device(circular(words))
+    assert_equals_one_device(circular(f"fsdp_gather=per_repeat num_layers=4 {words}"))
     iterations = 4 * 2 + 1  # M V + S - 1
     assert shapes
     assert all(shape[:2] == (iterations, 1) for shape in shapes)  # one stage on each device

@@ -33,17 +33,11 @@ class Case:
     def __init__(self, schedule, loss=chain):
         self.table = load_schedule(schedule, S, M, SCHEDULES[schedule].repeats_for(1))
         self.weights = weights(self.table.num_chunks)
-        self.program = sliced(
-            loss, self.weights, microbatches()[0], split_backwards="W" in self.table.kinds
-        )
-        self.shardings = [
-            NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec())
-            for d in jax.devices()[:S]
-        ]
-        sums = [
-            dict.fromkeys(range(1 + len(self.weights)), sharding) for sharding in self.shardings
-        ]
-        meshes = [sharding.mesh for sharding in self.shardings]
+        split = "W" in self.table.kinds
+        self.program = sliced(loss, self.weights, microbatches()[0], split_backwards=split)
+        meshes = [Mesh(np.array([d]), ("stage",)) for d in jax.devices()[:S]]
+        self.shardings = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
+        sums = [dict.fromkeys(range(1 + len(self.weights)), to) for to in self.shardings]
         self.runner = Runner(self.program, self.table, meshes, self.program.inputs[-1:], sums)
 
     def run(self, observe=None):
@@ -67,18 +61,17 @@ def case(request):
     return Case(request.param)
 
 
-def test_run_sums_over_all_microbatches(case):
-    _, sums = case.run()
+def test_run_sums_over_all_microbatches_in_place_and_keeps_no_value(case):
+    before = len(jax.live_arrays())
+    case.run()
+    assert len(jax.live_arrays()) <= before
+    start, sums = case.run()
+    assert all(array.is_deleted() for array in start)
     expected = [jax.value_and_grad(chain)(weights(), x) for x in microbatches()]
     loss, gradients = jax.tree.map(lambda *parts: sum(parts), *expected)
     np.testing.assert_allclose(sums[2][0], loss, rtol=1e-5)
     for stage, gradient in enumerate(gradients):
         np.testing.assert_allclose(sums[stage][1 + stage], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_run_adds_gradients_in_place(case):
-    start, _ = case.run()
-    assert all(array.is_deleted() for array in start)
 
 
 def test_values_that_die_in_a_unit_are_donated_to_it(case):
@@ -88,15 +81,8 @@ def test_values_that_die_in_a_unit_are_donated_to_it(case):
     assert executable.donated
     assert not set(executable.donated) & set(executable.retained)
     assert {v.aval.shape for v in executable.donated} == {(2, 4)}
-    assert not case.runner.executables[
-        UnitName("F", 1)
-    ].donated  # its input is read again by the backward
-
-
-def test_no_value_is_alive_after_the_last_unit(case):
-    before = len(jax.live_arrays())
-    case.run()
-    assert len(jax.live_arrays()) <= before
+    # Its input is read again by the backward.
+    assert not case.runner.executables[UnitName("F", 1)].donated
 
 
 def test_run_dispatches_units_in_the_order_of_the_table(case):
@@ -157,24 +143,12 @@ def test_route_of_a_value_for_a_far_stage_passes_the_stages_between():
     program = sliced(skip, weights(4), inputs())
     assert_computes(program, skip, weights(4), inputs())
     # Back from chunk 3 travel the gradients of the activation and of the skipped value.
-    assert counts(route(program, [0, 1, 2, 3])) == {
-        "F0": 1,
-        "F1": 2,
-        "F2": 2,
-        "B3": 2,
-        "B2": 2,
-        "B1": 1,
-    }
-
-
-def test_route_sends_no_value_to_a_stage_that_has_it():
-    program = sliced(skip, weights(4), inputs())
+    expected = {"F0": 1, "F1": 2, "F2": 2, "B3": 2, "B2": 2, "B1": 1}
+    assert counts(route(program, [0, 1, 2, 3])) == expected
+    # No value is sent to a stage that has it.
     forward = {n: k for n, k in counts(route(program, [0, 1, 1, 0])).items() if n[0] == "F"}
     assert forward == {"F0": 1, "F2": 1}
-
-
-def test_route_on_one_stage_sends_nothing():
-    assert not counts(route(sliced(skip, weights(4), inputs()), [0] * 4))
+    assert not counts(route(program, [0] * 4))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
@@ -211,11 +185,17 @@ def test_last_reads_hold_in_every_schedule():
             assert set(computation.reads) == routes.last_reads(stage, name)
 
 
-def test_before_is_the_order_that_all_schedules_keep():
-    assert before(UnitName("F", 0), UnitName("F", 1))
-    assert before(UnitName("F", 2), UnitName("B", 0))
-    assert before(UnitName("I", 2), UnitName("I", 1))
-    assert before(UnitName("I", 1), UnitName("W", 1))
-    assert not before(UnitName("W", 2), UnitName("I", 1))
-    assert not before(UnitName("W", 2), UnitName("W", 1))
-    assert not before(UnitName("F", 1), UnitName("F", 0))
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (("F", 0), ("F", 1), True),
+        (("F", 2), ("B", 0), True),
+        (("I", 2), ("I", 1), True),
+        (("I", 1), ("W", 1), True),
+        (("W", 2), ("I", 1), False),
+        (("W", 2), ("W", 1), False),
+    ],
+)
+def test_before_is_the_order_that_all_schedules_keep(first, second, expected):
+    assert before(UnitName(*first), UnitName(*second)) is expected
+    assert not before(UnitName(*second), UnitName(*first))

@@ -76,15 +76,15 @@ def test_steps_follow_each_other_without_a_gap_and_the_oldest_is_taken_first(clo
 
 
 def test_resume_leaves_the_time_between_steps_out(clock, time):
-    with timed([clock]):
-        clock.end(time.ready(0))
-    clock.take_seconds()
-    time.until(2)
-    clock.resume()
-    time.until(3)
-    with timed([clock]):
-        clock.end(time.ready(0))
-    assert clock.take_seconds() == 1
+    seconds = []
+    for at in (0, 3):
+        time.until(at)
+        with timed([clock]):
+            clock.end(time.ready(0))
+        seconds.append(clock.take_seconds())
+        time.until(2)
+        clock.resume()
+    assert seconds == [0, 1]
 
 
 def test_arrays_that_the_unit_donates_are_waited_for():
@@ -105,11 +105,11 @@ def test_error_in_a_step_abandons_it(clock, time):
     assert math.isnan(clock.take_seconds())
 
 
-def test_thread_ends_with_the_clock(time):
+def test_thread_ends_with_the_clock():
     before = {*threading.enumerate()}
     clock = StageClock()
     with timed([clock]):
-        clock.end(time.ready(0))
+        clock.end(jnp.zeros(()))
     clock.take_seconds()
     (thread,) = {*threading.enumerate()} - before
     del clock

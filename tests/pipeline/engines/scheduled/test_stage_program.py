@@ -3,27 +3,9 @@
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
-from helpers.engines import make_batch, make_mesh, tiny
+from helpers.engines import EngineUnderTest, make_batch, tiny
 
-from maxpipe.builder import build_engine_inputs
-from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
-
-
-def make_engine(words):
-    common = "schedule=lockstep_1f1b num_repeats=2 num_microbatches=8 stage=2 fsdp=2"
-    config = tiny(f"{common} {words}")
-    engine_inputs = build_engine_inputs(config, make_mesh(config))
-    layers = engine_inputs.layout.shape
-    params = {
-        name: jax.tree.map(lambda s: jnp.zeros(s.shape), engine_inputs.program.specs[name])
-        for name in ("embed", "head")
-    }
-    params["layers"] = jax.tree.map(
-        lambda s: jnp.zeros(layers + s.shape), engine_inputs.program.specs["layers"]
-    )
-    return ScheduledEngine(engine_inputs), params
 
 
 def count(jaxpr):
@@ -51,11 +33,10 @@ def phases(run, *args):
 
 
 def train_phases(words):
-    engine, params = make_engine(words)
-    return [
-        count(p)
-        for p in phases(engine.loss_and_gradients, params, make_batch(16), jax.random.key(0))
-    ]
+    common = "schedule=lockstep_1f1b num_repeats=2 num_microbatches=8 stage=2 fsdp=2"
+    subject = EngineUnderTest(tiny(f"{common} {words}"))
+    run = subject.pipeline.loss_and_gradients
+    return [count(p) for p in phases(run, subject.params, make_batch(16), jax.random.key(0))]
 
 
 def test_loops_of_lockstep_1f1b_have_the_slots_and_transfers_of_their_phase():
