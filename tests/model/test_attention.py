@@ -113,11 +113,3 @@ def test_attention_layer_rotates_by_product_if_configured():
     np.testing.assert_array_equal(
         by_product(params, x, POSITIONS, SEGMENTS), apply(params, x, POSITIONS, SEGMENTS)
     )
-
-
-def test_attention_calls_the_function_it_is_given():
-    config = tiny().model
-    apply, specs = split_module(
-        lambda: Attention(config, lambda q, k, v, segments, options: jnp.zeros_like(q))
-    )
-    assert not apply(init_params(specs, jax.random.key(0)), make()[2], POSITIONS, SEGMENTS).any()

@@ -107,10 +107,6 @@ def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(tiles, n
     assert not dkernel[:, V:].any()
     close((losses, (dx, dkernel[:, :V])), expected)
     assert np.all(np.asarray(with_padding.logits(x, padded))[..., V:] == -np.inf)
-
-
-def test_model_without_padding_has_no_mask():
     model = ModelConfig(vocab_size=V)
-    assert OutputLoss.of(model).num_token_ids == 0
-    assert OutputLoss.of(replace(model, unpadded_vocab_size=V)).num_token_ids == 0
-    assert OutputLoss.of(replace(model, unpadded_vocab_size=V - 1)).num_token_ids == V - 1
+    masks = [OutputLoss.of(replace(model, unpadded_vocab_size=n)).num_token_ids for n in (V, V - 1)]
+    assert [OutputLoss.of(model).num_token_ids, *masks] == [0, 0, V - 1]

@@ -22,11 +22,8 @@ def make(**values):
 
 def activations(program, params, batch):
     """Output of the last layer, [B, T, D]."""
-    side = SideInputs(
-        positions=jnp.asarray(batch["positions"]),
-        segment_ids=jnp.asarray(batch["segment_ids"]),
-        sequence_index=jnp.arange(len(batch["tokens"])),
-    )
+    positions, segments = jnp.asarray(batch["positions"]), jnp.asarray(batch["segment_ids"])
+    side = SideInputs(positions, segments, jnp.arange(len(batch["tokens"])))
     x = program.embed(params, jnp.asarray(batch["tokens"]))
     for i in range(program.config.num_layers):
         x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)
@@ -40,9 +37,9 @@ def test_parameter_count_of_a_preset_is_the_published_one():
 
 def test_parameter_count_equals_the_arrays_and_the_flops_model():
     for tied in (False, True):
-        program, params = make(
-            **{"model.tie_embeddings": tied, "model.qk_norm": True, "model.attention_bias": True}
-        )
+        options = {"model.qk_norm": True, "model.attention_bias": True, "model.dropout": 0.1 * tied}
+        program, params = make(**options, **{"model.tie_embeddings": tied})
+        assert program.needs_key == tied
         assert program.parameter_count() == sum(p.size for p in jax.tree.leaves(params))
         assert program.parameter_count() == flops.parameter_count(program.config)
 
@@ -147,11 +144,6 @@ def test_tied_embeddings_sum_both_gradients():
     np.testing.assert_allclose(shared, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_needs_key_only_with_dropout():
-    assert not make()[0].needs_key
-    assert make(**{"model.dropout": 0.1})[0].needs_key
-
-
 def test_cast_changes_neither_integers_nor_the_router_of_experts():
     program, params = make(**{"model.dtype": "bfloat16", "model.moe.experts": 2})
     for values, dtype in ((jnp.ones(2), jnp.bfloat16), (jnp.arange(2), jnp.int32)):
@@ -167,17 +159,12 @@ def test_model_program_with_an_unknown_block_names_the_choices():
         ModelProgram(config.model)
 
 
-class OneNumber(LlamaBlock):
-    """A block whose auxiliary loss is a number without a name."""
-
-    def __call__(self, x, side, key):
-        return super().__call__(x, side, key)[0], jnp.float32(2)
-
-
 def test_auxiliary_loss_without_a_name_gets_one(monkeypatch):
-    assert ModelProgram(tiny().model).auxiliary_names == ()
-    entry = catalog.Block("a test's")
-    monkeypatch.setitem(catalog.BLOCKS, "one_number", entry)
+    class OneNumber(LlamaBlock):
+        def __call__(self, x, side, key):
+            return super().__call__(x, side, key)[0], jnp.float32(2)
+
+    monkeypatch.setitem(catalog.BLOCKS, "one_number", catalog.Block("a test's"))
     monkeypatch.setattr("maxpipe.model.program.implementation", lambda _: OneNumber)
     program, params = make(**{"model.block": "one_number"})
     assert program.auxiliary_names == ("auxiliary_loss",)

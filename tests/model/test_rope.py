@@ -1,3 +1,5 @@
+"""Rotations; frequencies of each scaling are compared with those of transformers in `tests/hf`."""
+
 import math
 from dataclasses import replace
 
@@ -10,21 +12,6 @@ from maxpipe.config import RopeScalingConfig
 from maxpipe.model.attention import rotate
 from maxpipe.model.rope import frequencies, rotary_factor
 
-LLAMA_31 = RopeScalingConfig(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
-)
-
-
-def llama_31_by_wavelength(freq):
-    """The published rule, one frequency at a time."""
-    wavelength = 2 * math.pi / freq
-    if wavelength < 8192 / 4:
-        return freq
-    if wavelength > 8192:
-        return freq / 8
-    smooth = (8192 / wavelength - 1) / (4 - 1)
-    return (1 - smooth) * freq / 8 + smooth * freq
-
 
 def test_frequencies_are_powers_of_theta_and_linear_scaling_divides_them():
     plain = frequencies(8, 10_000.0, RopeScalingConfig())
@@ -33,18 +20,6 @@ def test_frequencies_are_powers_of_theta_and_linear_scaling_divides_them():
     linear = RopeScalingConfig(type="linear", factor=4)
     assert frequencies(8, 10_000.0, linear) == pytest.approx(plain / 4)
     assert rotary_factor(linear) == 1
-
-
-def test_frequencies_of_llama_31_equal_the_published_scaling():
-    plain = [500_000.0 ** (-2 * i / 128) for i in range(64)]
-    scaled = frequencies(128, 500_000.0, LLAMA_31)
-    assert scaled == pytest.approx([llama_31_by_wavelength(f) for f in plain], rel=1e-6)
-    # Fast turns stay, the slowest become eight times slower, and some are in between.
-    assert scaled[0] == 1
-    assert scaled[-1] == pytest.approx(3.0689e-07, rel=1e-4)
-    ratio = np.array(plain) / scaled
-    assert {1.0, 8.0} <= {round(float(r), 4) for r in ratio}
-    assert np.any((ratio > 1.01) & (ratio < 7.99))
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
@@ -103,25 +78,6 @@ def test_yarn_with_truncation_rounds_the_bounds_outwards():
     assert not np.allclose(exact, rounded, rtol=1e-4)
 
 
-def test_longrope_divides_each_frequency_by_its_own_number():
-    config = {
-        "type": "longrope",
-        "factor": 4,
-        "original_max_position": 16,
-        "short_factor": [1.0, 2.0],
-        "long_factor": [3.0, 4.0],
-    }
-    short, long = (
-        frequencies(4, 100.0, RopeScalingConfig(**config, length=n)) for n in ("short", "long")
-    )
-    assert short == pytest.approx([1, 0.1 / 2])
-    assert long == pytest.approx([1 / 3, 0.1 / 4])
-    assert rotary_factor(RopeScalingConfig(**config)) == pytest.approx(
-        math.sqrt(1 + math.log(4) / math.log(16))
-    )
-    assert rotary_factor(RopeScalingConfig(**config, attention_factor=1.25)) == 1.25
-
-
 @pytest.mark.parametrize(
     ("dtype", "interleaved", "rotated_dim"),
     [("float32", False, 8), ("float32", True, 4), ("bfloat16", True, 8), ("bfloat16", False, 4)],
@@ -146,6 +102,8 @@ def test_rotate_by_product_has_the_bits_of_slices_and_of_their_gradient(
 
 def test_factor_of_queries_counts_without_a_longer_context():
     """As in transformers, whose classes look at attention_factor first."""
+    longer = RopeScalingConfig(type="longrope", factor=4, original_max_position=16)
+    assert rotary_factor(longer) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))
     for kind in ("yarn", "longrope"):
         scaling = RopeScalingConfig(type=kind, factor=1.0, attention_factor=1.2)
         assert rotary_factor(scaling) == 1.2

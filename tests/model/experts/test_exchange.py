@@ -28,9 +28,9 @@ def gate_up(gate, up):
     return jax.nn.silu(gate) * up
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(jax.devices()[:DEVICES], ("expert",))
+def over_devices(shared):
+    mesh = Mesh(jax.devices()[:DEVICES], ("expert",))
+    return jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
 
 
 def operands(choice):
@@ -78,14 +78,12 @@ def of_one_device():
 
 @pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
 def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
-    mesh, of_one_device, dispatch, monkeypatch
+    of_one_device, dispatch, monkeypatch
 ):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     layout = layout_for(Blocks.layout, MOE, DEVICES)
     shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
-    split = value_and_gradients_of(
-        jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-    )
+    split = value_and_gradients_of(over_devices(shared))
     for choice in (any_experts, the_same_experts, few_of_any):
         x, chosen, combine, weights = operands(choice)
         expected = of_one_device(x, combine, weights, chosen)
@@ -117,12 +115,11 @@ def test_blocks_without_rows_of_this_device_are_not_multiplied():
     assert jnp.array_equal(jax.vmap(over_stages)(*stacked)[0], product)
 
 
-def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(mesh):
+def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones():
     tokens, width = 512, 64
     layout = layout_for(Blocks.layout, MOE, DEVICES)
     multiply = sparse(Blocks.multiply, DEVICES)
-    shared = ring(experts_with(layout, multiply, gate_up))
-    split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    split = over_devices(ring(experts_with(layout, multiply, gate_up)))
     shape = (EXPERTS, width, width)
     weights = ExpertWeights(*(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)))
     x, combine = (jax.ShapeDtypeStruct((4, tokens, n), jnp.float32) for n in (width, PER_TOKEN))

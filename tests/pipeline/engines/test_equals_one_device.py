@@ -98,8 +98,6 @@ MODELS = {
         default=[],
         slow=[
             "schedule=circular remat_policy=full remat_cheap=false",
-            "schedule=circular remat_policy=minimal remat_cheap=false",
-            "schedule=lockstep_1f1b remat_policy=full remat_cheap=false",
             "schedule=lockstep_1f1b remat_policy=minimal remat_cheap=false",
             "schedule=lockstep_zb remat_policy=minimal remat_cheap=false",
         ],
@@ -112,8 +110,6 @@ MODELS = {
             "schedule=1f1b outside_layers=after",
         ],
         slow=[
-            "schedule=lockstep_1f1b outside_layers=after fsdp=2 num_layers=5",
-            "schedule=lockstep_1f1b outside_layers=after context=2 skip_idle=false",
             # Of three rows, which two stages share, one of the second stage is padding.
             "schedule=lockstep_1f1b global_batch_size=12",
             "schedule=lockstep_1f1b global_batch_size=12 outside_layers=before "

@@ -149,16 +149,14 @@ def test_zb_h1_and_zb_h2_have_their_published_time_and_memory(S, extra, costs, s
     assert run.peak_in_flight.tolist() == [peak] * S
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
-def test_bubble_is_the_idle_share_of_all_stages_in_a_step(name):
+def test_bubble_is_the_idle_share_of_all_stages_in_a_step():
     """Both take 27 for work of 24, though the stages of ZB-H2 never wait within their spans."""
-    run = simulate(load_schedule(name, 4, 8))
-    assert (run.makespan, run.work.tolist(), run.bubble) == (27, [24] * 4, 3)
-    assert run.bubble_fraction == pytest.approx(3 / 27)
-    assert run.idle_in_span == {"zb_h1": 3, "zb_h2": 0}[name]
-
-
-def test_bubble_counts_the_idle_time_of_stages_that_take_less():
+    for name, idle in (("zb_h1", 3), ("zb_h2", 0)):
+        run = simulate(load_schedule(name, 4, 8))
+        assert (run.makespan, run.work.tolist(), run.bubble) == (27, [24] * 4, 3)
+        assert run.bubble_fraction == pytest.approx(3 / 27)
+        assert run.idle_in_span == idle
+    # The idle time of stages that take less counts, too.
     run = simulate(load_schedule("1f1b", 2, 1), Costs(forward=[1, 3], backward=[2, 6]))
     assert run.bubble_fraction == pytest.approx(0.5)  # one of two stages works, always
     assert run.slowest == (1, pytest.approx(0.5))  # 9 where the mean is 6
