@@ -66,7 +66,6 @@ NARROW = (
 
 
 def narrow_preset(config: Config) -> list[str]:
-    """Return the words that make a preset small, with one layer on each stage."""
     stages, latent = config.mesh.size("stage"), config.model.attention_kind == "mla"
     words = [w for w in NARROW if not (latent and w.startswith("model.num_kv_heads"))]
     if config.model.first_dense_layers:  # and one outside the pipeline of each kind

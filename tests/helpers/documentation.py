@@ -19,7 +19,6 @@ TEXT = "\n".join(PAGES.values())
 
 
 def fences(language: str, text: str = TEXT) -> list[str]:
-    """Return the contents of all fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 

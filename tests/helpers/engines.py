@@ -114,7 +114,9 @@ def make_batch(rows: int, *, packed: bool = True, seed: int = 0) -> dict[str, np
     weights = rng.choice([0.0, 1.0, 1.0, 2.0], shape).astype(np.float32)
     weights[::5] = 0
     columns = np.arange(SEQUENCE_LENGTH)
-    starts = rng.integers(1, SEQUENCE_LENGTH, (rows, 1)) if packed else SEQUENCE_LENGTH
+    starts = np.full((rows, 1), SEQUENCE_LENGTH)
+    if packed:
+        starts = rng.integers(1, SEQUENCE_LENGTH, (rows, 1))
     return {
         "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
         "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
@@ -151,8 +153,6 @@ class BalancedBlock(LlamaBlock):
 
 
 class EngineUnderTest:
-    """An engine with live parameters on its own mesh."""
-
     def __init__(self, config: Config, **options: Any):
         self.rows = config.data.global_batch_size
         parts = build_engine_inputs(config, make_mesh(config))
@@ -207,8 +207,6 @@ def mpmd_state(trainer: MpmdTrainer, config: Config) -> MpmdState:
 
 
 class MpmdUnderTest:
-    """The mpmd engine of a trainer, with the same parameters and batches."""
-
     def __init__(self, config: Config):
         self.mesh = make_mesh(config)
         trainer = build_trainer(config, self.mesh)
@@ -290,7 +288,6 @@ def on_one_device(config: Config) -> ModelConfig:
 def assert_equals_one_device(
     config: Config, *, packed: bool = True, tolerance: float = TOLERANCE, **options: Any
 ) -> None:
-    """Assert that losses and gradients of a batch are those of the sequential engine."""
     rows = config.data.global_batch_size
     actual = under_test(config, **options).train(make_batch(rows, packed=packed))
     assert_same(actual, reference(on_one_device(config), rows, packed=packed), tolerance)

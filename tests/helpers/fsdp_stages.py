@@ -21,13 +21,5 @@ V5P = Device()
 
 def config_of(**values: Any) -> Config:
     """Return two lockstep stages with weights split over four devices, in three microbatches."""
-    base = {
-        "pipeline.engine": "scheduled",
-        "pipeline.schedule": "lockstep_1f1b",
-        "pipeline.num_repeats": 1,
-        "pipeline.num_microbatches": 3,
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 4,
-        "data.global_batch_size": 48,
-    }
-    return tiny(**base | values)
+    words = "engine=scheduled schedule=lockstep_1f1b num_repeats=1 num_microbatches=3"
+    return tiny(f"{words} stage=2 fsdp=4 global_batch_size=48", **values)

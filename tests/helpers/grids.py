@@ -37,7 +37,6 @@ def chunk_sizes(case: Case) -> list[int]:
 
 
 def config_of(case: Case, **values: Any) -> Config:
-    """Return the configuration of a case, with the engine's own `values`."""
     chunks = chunk_sizes(case)
     number, _, place = case["outside"].partition(" ")
     common = {

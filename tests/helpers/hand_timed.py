@@ -49,7 +49,6 @@ def walked(
     num_slices: int = 1,
     constants: Constants = CONSTANTS,
 ) -> Timeline:
-    """Walk through a program of four devices."""
     module = parse(text)
     prices = Prices(module, mesh(num_slices), chip_of("v5p"), constants)  # type: ignore[arg-type]
     return walk(module, prices, Origins(text, module), times_taken)

@@ -29,7 +29,6 @@ SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
 
 
 def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file."""
     data = write_file(path, [(name, x.dtype, x.shape) for name, x in tensors.items()])
     data[:] = np.frombuffer(b"".join(x.tobytes() for x in tensors.values()), np.uint8)
     data.flush()
@@ -122,7 +121,6 @@ def imported_parameters(config: Config) -> Params:
 
 
 def save_checkpoint(config: Config, directory: Path, params: Params) -> Checkpointer:
-    """Write parameters as step 1 of a run; return its checkpoints."""
     checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint)
     meta = {"config": dataclasses.asdict(config)}
     checkpoints.save(1, {"params": params}, np.zeros((1, 1), np.int64), meta)

@@ -25,7 +25,6 @@ def family_of(name: str) -> Family:
 
 @cache
 def config_of(name: str) -> Config:
-    """Return a configuration with the model that config.json of a case means."""
     return config_from(name, recorded(name)["config"], LENGTH + NUM_GENERATED)
 
 
@@ -58,13 +57,11 @@ def parameter_of(rule: Rule, tensors: dict[str, np.ndarray], layer: int) -> np.n
 
 
 def text_of(name: str) -> np.ndarray:
-    """Return the prompt and what transformers wrote after it, int32 [1, tokens]."""
     generated = np.asarray([recorded(name)["generated"]], np.int32)
     return np.concatenate([tokens(), generated], axis=1)
 
 
 def last_layer_output(program: ModelProgram, params: Params, text: jax.Array) -> jax.Array:
-    """Return activations [B, T, D] after all layers."""
     rows, length = text.shape
     positions = jnp.broadcast_to(jnp.arange(length), text.shape)
     side = SideInputs(positions, jnp.ones_like(text), jnp.arange(rows))

@@ -58,7 +58,6 @@ class Outcome:
 
 
 def run_cases(directory: Path, processes: int, cases: list[Values]) -> list[Outcome]:
-    """Run cases of equally many devices in some processes, one after another."""
     words = [str(directory), *map(json.dumps, cases)]
     with members(directory, processes, words, program=PROGRAM) as started:
         codes, output = ends(started, DEADLINE_SECONDS * (1 + len(cases)))
@@ -81,7 +80,6 @@ def assert_equal_to_sequential(cases: list[Values], outcomes: list[Outcome]) -> 
 
 
 def main(directory: str, cases: list[str]) -> None:
-    """Run all cases in this process, one of several."""
     values = list(map(json.loads, cases))
     count = int(np.prod([*dataclasses.asdict(tiny(**values[0]).mesh.ici).values()]))
     start_jax(tiny(**values[0], **{"mesh.simulated_devices": count}))

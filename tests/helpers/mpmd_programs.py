@@ -17,7 +17,6 @@ WIDTH = 4
 
 
 def weights(count: int = 3) -> list[jax.Array]:
-    """Return random [WIDTH, WIDTH] matrices."""
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / 2, jnp.float32) for _ in range(count)]
 
@@ -63,7 +62,6 @@ def evaluate(program: SlicedProgram, *args: Any) -> list[Any]:
 
 
 def assert_computes(program: SlicedProgram, loss: Callable[..., jax.Array], *args: Any) -> None:
-    """Assert that the program computes the loss and its gradient for the first argument."""
     expected = jax.tree.leaves(jax.value_and_grad(loss)(*args))
     for a, b in zip(evaluate(program, *args), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -49,8 +49,6 @@ def last_words(words: Iterable[str]) -> list[str]:
 
 
 class Ended(NamedTuple):
-    """How a command ended: its exit code, and what it has printed."""
-
     code: int
     out: str
     err: str
@@ -64,7 +62,6 @@ def run(words: list[str]) -> Ended:
 
 
 def train(words: list[str], expected_code: int = 0) -> str:
-    """Run the command, check its exit code and return what it printed."""
     ended = run(words)
     assert ended.code == expected_code, ended
     return ended.out + ended.err

@@ -14,7 +14,6 @@ MODEL = tiny("num_layers=2 moe.experts=4 moe.per_token=2 moe.mlp_dim=16").model
 
 
 def with_equal_experts_in_last_layer() -> EngineUnderTest:
-    """Return the engine of one device whose second layer scores all experts alike."""
     values = {"pipeline.engine": "sequential", "data.global_batch_size": ROWS}
     engine = EngineUnderTest(dataclasses.replace(tiny(**values), model=MODEL))
     weights = engine.params["layers"]["moe"]["router"]

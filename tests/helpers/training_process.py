@@ -47,7 +47,6 @@ def command(output_dir: str | Path, *words: str) -> list[str]:
 
 
 def train_here(output_dir: str | Path, *words: str) -> Any:
-    """Make a tiny run on all devices of this process; return the exit code."""
     return exit_code(train.main, command(output_dir, *DATA_PARALLEL, *words))
 
 
@@ -136,7 +135,6 @@ def run(
     environment: Mapping[str, str] | None = None,
     program: str | None = None,
 ) -> tuple[int, str]:
-    """Run a command to its end; return its exit code and its output."""
     with TrainingProcess(log, arguments, environment, program) as process:
         return process.wait(), process.output
 
@@ -185,7 +183,6 @@ def ends(
 def ended(
     processes: Sequence[TrainingProcess], codes: list[int], seconds: float = DEADLINE_SECONDS
 ) -> str:
-    """Wait until all processes have ended with these exit codes; return their joined output."""
     actual, output = ends(processes, seconds)
     assert actual == codes, output
     return output

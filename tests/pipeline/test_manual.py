@@ -92,10 +92,13 @@ def test_scatter_in_steps_of_bfloat16_sums_in_float32(size):
 
 @pytest.mark.parametrize("name", ["gather", "gather_in_steps"])
 def test_gather_of_integers_keeps_their_dtype(name):
-    gather = getattr(Gather(P("fsdp"), jnp.int32, jnp.bfloat16), name)
-    full = manual(gather, P("fsdp"), P(), fsdp=4)(np.arange(1000, 1004))
+    gather, values = (
+        getattr(Gather(P("fsdp"), jnp.int32, jnp.bfloat16), name),
+        np.arange(1000, 1004),
+    )
+    full = manual(gather, P("fsdp"), P(), fsdp=4)(values)
     assert full.dtype == jnp.int32
-    np.testing.assert_array_equal(full, np.arange(1000, 1004))
+    np.testing.assert_array_equal(full, values)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -24,7 +24,7 @@ FACTORS = COMMON | {
 }
 # All that `is_legal` looks at.
 CONSTRAINED = ("stages", "repeats", "layers", "microbatches", "mesh", "delay", "uneven", "gather")
-CONSTRAINED += ("remat", "remat_of", "unroll_repeats")
+CONSTRAINED += ("remat", "remat_of", "unroll_repeats", "block")
 # Policies that differ in nothing but the names of tensors; they take turns.
 ALIKE = {
     "minimal": ("minimal", "save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
@@ -40,6 +40,8 @@ def is_legal(case):
         and case["microbatches"] > case["delay"]
         and case["stages"] * case["repeats"] > case["uneven"]
         and not (case["remat"] == "none" and "layers" in case["remat_of"])
+        # The block's loss is not one of a sequence in parts.
+        and not (case["block"] == "balanced" and "context" in case["mesh"])
         and not (case["unroll_repeats"] and case["gather"] == "per_iteration")
         and not (case["unroll_repeats"] and case["repeats"] * case["layers"] > 2)  # compiles long
     )

@@ -29,7 +29,7 @@ BOTH = FACTORS | {"schedule": ("lockstep_1f1b", "lockstep_zb")}
 GRID = ("schedule", "stages", "repeats", "layers", "microbatches", "mesh", "delay", "overlap")
 GRID += ("skip_idle",)
 # All that `is_legal` looks at.
-CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of")
+CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of", "block")
 
 
 def is_legal(case):
@@ -38,6 +38,8 @@ def is_legal(case):
         and case["stages"] * case["microbatches"] % 1 == 0
         and case["stages"] * case["repeats"] > case["uneven"]
         and not (case["remat"] == "none" and "layers" in case["remat_of"])
+        # The block's loss is not one of a sequence in parts.
+        and not (case["block"] == "balanced" and "context" in case["mesh"])
         and not (
             case["schedule"] == "lockstep_zb"
             and (case["scan"] or (case["remat"] == "full" and case["remat_of"]))

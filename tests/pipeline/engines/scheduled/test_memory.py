@@ -101,15 +101,6 @@ def test_layers_that_units_do_not_gather_are_cast_before_the_loop(axis, gather, 
     assert matrices == {jnp.dtype("bfloat16" if cast else "float32")}
 
 
-@pytest.mark.parametrize("words", ["", "delay_activation_forwarding=true", "overlap_slots=true"])
-def test_stores_of_more_microbatches_are_equal(words, monkeypatch):
-    def carry(M):
-        sizes = f"num_repeats=2 num_microbatches={M} global_batch_size={M}"
-        return stores(scheduled(f"{sizes} {words}"), monkeypatch).carry
-
-    assert carry(8) == carry(32)
-
-
 @pytest.mark.parametrize(
     ("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)]
 )
@@ -193,7 +184,6 @@ STAGES, LONG, ROWS, DATA = 4, 64, 2, 2  # ROWS of a microbatch on each of DATA s
 ADDED = 24  # microbatches
 TOKEN_ARRAYS = ADDED * ROWS * LONG * 4 * 5  # tokens, targets, positions, segment ids, weights
 ROW_NUMBERS = ADDED * ROWS * 4
-ACTIVATIONS = ADDED * ROWS * LONG * D * 4
 # The plan of a tick: at most 17 numbers.
 TICKS = 17 * 4 * ADDED * 2
 
@@ -230,11 +220,3 @@ def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatch
     copied = TOKEN_ARRAYS if "delay_activation_forwarding" in words else 0
     growth = temp_bytes(8 + ADDED, words) - temp_bytes(8, words)
     assert growth <= copied + ROW_NUMBERS + TICKS
-
-
-@pytest.mark.slow
-def test_temp_memory_of_the_circular_engine_grows_by_an_activation_per_microbatch():
-    """By an activation for every microbatch and repeat of a stage, at least."""
-    circular = "engine=circular schedule=circular"
-    growth = temp_bytes(8 + ADDED, circular) - temp_bytes(8, circular)
-    assert growth >= 2 * ACTIVATIONS

@@ -7,7 +7,6 @@ from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
-from maxpipe.pipeline.engines.scheduled.sharding import check_rules
 
 
 def inputs_with(rules):
@@ -39,19 +38,3 @@ def test_check_rules_of_another_layout_names_rule_and_remedy(rule, remedy):
         ScheduledEngine(inputs_with(rules))
     assert "sharding.logical_axis_rules" in str(error.value)
     assert remedy in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [],
-        [["activation_batch", ["fsdp", "data"]]],
-        [["activation_batch", ["data", "fsdp", "expert"]]],
-        [["activation_length", ["context", "tensor"]]],
-        [["embed", []], ["outer_embed", ["fsdp"]]],
-        [["mlp", ["fsdp"]], ["embed", []], ["outer_embed", ["stage"]]],
-    ],
-    ids=str,
-)
-def test_check_rules_of_a_free_dimension_passes(rules):
-    check_rules(inputs_with(rules))
