@@ -1,9 +1,8 @@
-"""Attention against NumPy in float64, one query at a time."""
+"""Attention against NumPy in float64; `tests/hf` compares layers with those of transformers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers.engines import tiny
 
 from maxpipe.model.attention import Attention
@@ -71,39 +70,6 @@ def test_attention_and_its_options_equal_the_loop_over_queries():
             np.testing.assert_allclose(actual, expected, atol=1e-5)
         actual = attention_of_queries(*of_tokens, AttentionOptions(**options))
         np.testing.assert_allclose(actual, expected[:, tokens], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("values", "added"),
-    [
-        ({}, set()),
-        ({"model.qk_norm": True}, {"query_norm", "key_norm"}),
-        ({"model.attention_bias": True}, {"query_bias", "key_bias", "value_bias"}),
-    ],
-    ids=["plain", "qk_norm", "attention_bias"],
-)
-def test_attention_layer_equals_numpy(values, added):
-    apply, params, x = make(**values)
-    assert set(params) == {"query", "key", "value", "out"} | added
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    x64 = np.asarray(x, np.float64)
-
-    def project(name):
-        y = np.einsum("btd,dhc->bthc", x64, p[name])
-        y = y + p.get(f"{name}_bias", 0)
-        if name != "value" and f"{name}_norm" in p:
-            y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * p[f"{name}_norm"]["scale"]
-        return y
-
-    def turn(y):
-        half = y.shape[-1] // 2
-        freq = 10_000.0 ** (-np.arange(half) / half)
-        z = (y[..., :half] + 1j * y[..., half:]) * np.exp(1j * POSITIONS[:, :, None, None] * freq)
-        return np.concatenate([z.real, z.imag], axis=-1)
-
-    context = by_hand(turn(project("query")), turn(project("key")), project("value"), SEGMENTS)
-    expected = np.einsum("bthc,hcd->btd", context, p["out"])
-    np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
 
 
 def test_attention_layer_rotates_by_product_if_configured():

@@ -9,7 +9,6 @@ from helpers.engines import tiny
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.kernels.splash import Splash
 from maxpipe.model.latent_attention import NORM_EPS, LatentAttention
-from maxpipe.model.layer_facts import layer_table
 from maxpipe.model.parameters import init_params, split_module
 from maxpipe.sharding.attention_contract import OverLatents
 
@@ -22,13 +21,6 @@ WIDTHS = {
     "model.mla.qk_nope_head_dim": N,
     "model.mla.qk_rope_head_dim": R,
     "model.mla.v_head_dim": V,
-}
-YARN = {
-    "model.rope_scaling.type": "yarn",
-    "model.rope_scaling.factor": 8.0,
-    "model.rope_scaling.original_max_position": 32,
-    "model.rope_scaling.attention_factor": 1.0,
-    "model.rope_scaling.mscale_all_dim": 0.7,
 }
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], np.int32)
@@ -48,13 +40,14 @@ def norm(x, scale):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + NORM_EPS) * scale
 
 
-def turned(x, position, frequencies):
+def turned(x, position):
     """Rotate neighbouring pairs of x [..., R], as complex numbers."""
+    frequencies = 10000.0 ** -(np.arange(0, R, 2) / R)
     z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * position * frequencies)
     return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
-def by_hand(params, x, frequencies, scale):
+def by_hand(params, x):
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     x = np.asarray(x, np.float64)
     if "query" in p:
@@ -70,9 +63,9 @@ def by_hand(params, x, frequencies, scale):
         seen = [j for j in range(t + 1) if SEGMENTS[b, j] == SEGMENTS[b, t]]
         scores = []
         for j in seen:
-            q_rope = turned(q[b, t, h, N:], POSITIONS[b, t], frequencies)
-            k_rope = turned(down[b, j, L:], POSITIONS[b, j], frequencies)
-            scores.append(scale * (q[b, t, h, :N] @ up[b, j, h, :N] + q_rope @ k_rope))
+            q_rope = turned(q[b, t, h, N:], POSITIONS[b, t])
+            k_rope = turned(down[b, j, L:], POSITIONS[b, j])
+            scores.append((q[b, t, h, :N] @ up[b, j, h, :N] + q_rope @ k_rope) / np.sqrt(N + R))
         weights = np.exp(scores) / np.exp(scores).sum()
         context = weights @ np.array([up[b, j, h, N:] for j in seen])
         y[b, t] += context @ p["out"][h]
@@ -84,20 +77,10 @@ def by_hand(params, x, frequencies, scale):
 def test_output_is_that_of_the_equations_with_and_without_keys_of_heads(attention, rank):
     values = {"model.mla.q_lora_rank": rank, "model.rope_interleaved": True}
     _, apply, params, x = make(attention, **values)
-    frequencies = 10000.0 ** -(np.arange(0, R, 2) / R)
-    expected = by_hand(params, x, frequencies, (N + R) ** -0.5)
+    expected = by_hand(params, x)
     actual = jax.jit(apply)(params, x, POSITIONS, SEGMENTS)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert params["key_value_down"].shape == (16, L + R)  # all heads share the rotated key
-
-
-def test_mscale_all_dim_scales_scores_by_its_square_and_leaves_the_rotation():
-    config, apply, params, x = make(**YARN | {"model.rope_interleaved": True})
-    (frequencies,), (factor,) = layer_table(config).rotations, layer_table(config).factors
-    assert factor == 1
-    scale = (N + R) ** -0.5 * (0.1 * 0.7 * np.log(8.0) + 1) ** 2
-    expected = by_hand(params, x, np.asarray(frequencies), scale)
-    np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
 
 
 def test_cache_holds_the_latent_and_one_rotated_key_of_each_token():

@@ -1,4 +1,4 @@
-"""Norm, gated MLP and dropout by themselves."""
+"""Norm, gating and dropout by themselves; `tests/hf` compares MLPs with those of transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -45,26 +45,6 @@ def test_gated_mlp_with_separate_gating_has_the_bits_of_the_fused_one():
         assert barriers == {"fused": 0, "separate": 2}[gating]
         results[gating] = step(params, x)
     jax.tree.map(np.testing.assert_array_equal, results["fused"], results["separate"])
-
-
-@pytest.mark.parametrize(
-    "values", [{}, {"model.mlp_activation": "gelu_tanh", "model.mlp_bias": True}], ids=str
-)
-def test_gated_mlp_equals_numpy(values):
-    config = tiny(**values).model
-    apply, specs = split_module(lambda: GatedMLP(config))
-    params = init_params(specs, jax.random.key(0))
-    params = {n: p + 0.1 * jnp.cos(jnp.arange(p.size).reshape(p.shape)) for n, p in params.items()}
-    assert len(params) == (6 if values else 3)
-    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 3, config.embed_dim)), np.float64)
-    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
-    gate, up = (x @ p[name] + p.get(f"{name}_bias", 0) for name in ("gate", "up"))
-    if values:
-        gate *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-    else:
-        gate /= 1 + np.exp(-gate)
-    expected = (gate * up) @ p["down"] + p.get("down_bias", 0)
-    np.testing.assert_allclose(apply(params, jnp.asarray(x, jnp.float32)), expected, atol=2e-5)
 
 
 @pytest.fixture

@@ -94,12 +94,7 @@ def head(**values):
     return *map(float, losses), logits, weights, picked
 
 
-def test_logits_are_the_normed_activations_times_the_kernel():
-    program, params = make()
-    x = X.astype(np.float64)
-    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
-    expected = normed @ params["head"]["kernel"]
-    np.testing.assert_allclose(program.logits(params, jnp.asarray(X)), expected, atol=1e-4)
+def test_logits_of_a_model_in_bfloat16_are_float32():
     program, params = make(**{"model.dtype": "bfloat16"})
     x = jnp.ones((1, 2, 16), jnp.bfloat16)
     assert program.logits(program.cast(params), x).dtype == jnp.float32
@@ -112,13 +107,6 @@ def test_cross_entropy_is_a_weighted_sum_to_which_z_loss_adds_the_squared_log_pa
         assert cross_entropy == pytest.approx((weights * (log_z - picked)).sum(), rel=1e-5)
         added = z_loss * (weights * log_z**2).sum()
         assert loss - cross_entropy == pytest.approx(added, rel=1e-4)
-
-
-def test_soft_cap_bounds_logits_and_keeps_small_ones():
-    capped, plain = head(**{"model.logit_soft_cap": 0.05})[2], head()[2]
-    assert np.abs(plain).max() > 0.1
-    assert np.abs(capped).max() <= 0.05
-    np.testing.assert_allclose(capped, 0.05 * np.tanh(plain / 0.05), atol=1e-6)
 
 
 def test_tied_embeddings_sum_both_gradients():

@@ -24,9 +24,6 @@ def test_parts_hold_every_token_once_and_have_equal_work():
         assert sorted(tokens.reshape(-1)) == list(range(length))
         # A query looks at the keys up to its own.
         assert len(set((tokens + 1).sum(axis=1))) == 1
-
-
-def test_parts_of_two_devices_equal_hand_written_tokens():
     np.testing.assert_array_equal(parts(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
 
 
@@ -38,13 +35,6 @@ def test_in_places_then_in_order_is_exact():
         np.testing.assert_array_equal(in_order(placed, count), x)
         deeper = jnp.stack([placed, -placed], axis=2)
         np.testing.assert_array_equal(in_order(deeper, count), jnp.stack([x, -x], axis=2))
-
-
-def manual(f, count, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices()[:count]), ("context",))
-    return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    )
 
 
 def loss_and_gradients(attention, weights, segments, *qkv):
@@ -71,13 +61,13 @@ def check_parts(kernel, config, length, count, attention_options=PLAIN, **option
     def placed(x):
         return x[:, parts(length, count).reshape(-1)]
 
-    attention = over_context(
-        implementation(KERNELS[kernel]).build_for_parts(config, parts(length, count), **options)
-    )
-    over = P(None, "context")
+    build = implementation(KERNELS[kernel]).build_for_parts
+    attention = over_context(build(config, parts(length, count), **options))
     attention = partial(attention, options=attention_options)
-    run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)
-    actual = run(*map(placed, (weights, segments, *qkv)))
+    mesh, over = Mesh(np.array(jax.devices()[:count]), ("context",)), P(None, "context")
+    specs = {"mesh": mesh, "in_specs": (over,) * 5, "out_specs": (over,) * 4}
+    run = jax.shard_map(partial(loss_and_gradients, attention), **specs, check_vma=False)
+    actual = jax.jit(run)(*map(placed, (weights, segments, *qkv)))
     for a, b in zip(actual, expected, strict=True):
         assert jnp.max(jnp.abs(a - placed(b))) <= 1e-5 * jnp.max(jnp.abs(b))
 
@@ -109,6 +99,5 @@ def test_splash_of_parts_equals_dot_product_of_the_full_sequence(count, options)
     }
     if isinstance(options.get("window"), np.int32):
         options = {"window": jnp.asarray(options["window"])}
-    check_parts(
-        "splash", tiny(**values).model, 512, count, AttentionOptions(**options), interpret=True
-    )
+    model, options = tiny(**values).model, AttentionOptions(**options)
+    check_parts("splash", model, 512, count, options, interpret=True)

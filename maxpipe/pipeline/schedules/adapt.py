@@ -40,7 +40,9 @@ def adapt(
     split = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
     workload = Workload(*sizes, table.placement, times._replace(backward=split), max_in_flight)
     published = workload.orders(stage_orders(table))
-    queues = [_without_w(workload, published), *(workload.orders(rows) for rows in others)]
+    first_w = 2 * workload.num_pairs
+    without_w = tuple(tuple(unit for unit in row if unit < first_w) for row in published.stages)
+    queues = [Orders(without_w), *(workload.orders(rows) for rows in others)]
     best = _best(workload, published, tuple(dict.fromkeys(queues)))
     if best == published:
         return table
@@ -74,11 +76,6 @@ def _best(workload: Workload, published: Orders, queues: tuple[Orders, ...]) -> 
             trials = UNITS_TIMED // (3 * workload.num_pairs)
             add(improve(workload, orders, trials, by_span=by_span))
     return min(ranks, key=ranks.__getitem__)
-
-
-def _without_w(workload: Workload, orders: Orders) -> Orders:
-    first = 2 * workload.num_pairs
-    return Orders(tuple(tuple(unit for unit in row if unit < first) for row in orders.stages))
 
 
 def fill(workload: Workload, queues: Orders, patience: float, level: bool) -> Orders:

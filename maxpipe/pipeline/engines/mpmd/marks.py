@@ -80,18 +80,15 @@ def _mark_nonzero(tangents: Sequence[Tangent | None], phase: str) -> list[Tangen
     return marked
 
 
-def _batch(
-    arrays: Sequence[jax.Array], dims: Sequence[int], **params: str
-) -> tuple[list[jax.Array], Sequence[int]]:
-    return mark_p.bind(*arrays, **params), dims
-
-
 # A mark computes nothing, however it is run: eagerly, abstractly, batched or compiled.
 mark_p.def_impl(lambda *args, **_: list(args))
 mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
 ad.primitive_jvps[mark_p] = _jvp
 ad.primitive_transposes[mark_p] = _transpose
-batching.primitive_batchers[mark_p] = _batch
+batching.primitive_batchers[mark_p] = lambda arrays, dims, **params: (
+    mark_p.bind(*arrays, **params),
+    dims,
+)
 mlir.register_lowering(mark_p, lambda ctx, *args, **_: args)
 
 

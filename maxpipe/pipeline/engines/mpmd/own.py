@@ -210,11 +210,11 @@ class PipelinedProgram(Generic[ResultT]):
         # 2. Choose where parameters and their gradients lie.
         self._inputs = dict(zip(self.sliced.inputs, inputs(micro, settings), strict=True))
         stage_of_chunk = settings.table.stage_of_chunk.tolist()
-        owner = {
-            v: _first_reader(self.sliced, v, stage_of_chunk)
-            for v, entry in self._inputs.items()
-            if entry.kind == "param"
-        }
+        owner = dict.fromkeys((v for v, e in self._inputs.items() if e.kind == "param"), 0)
+        # The first reader owns a parameter, the first stage one that nothing reads.
+        for name, computation in reversed(list(self.sliced.computations.items())):
+            for v in owner.keys() & {*computation.arguments}:
+                owner[v] = stage_of_chunk[name.chunk]
         self.param_shardings = [self._layout(v, owner[v], settings) for v in owner]
         specs = [PartitionSpec() for _ in self._result_shapes]
         self._stage_of_result: dict[int, int] = {}
@@ -339,11 +339,6 @@ class PipelinedProgram(Generic[ResultT]):
 
         shardings = {i: self._sum_shardings[stage][i] for i in outputs}
         return jax.jit(finish, donate_argnums=0, out_shardings=shardings)
-
-
-def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> int:
-    readers = (name for name, c in sliced.computations.items() if v in c.arguments)
-    return stage_of_chunk[next((name.chunk for name in readers), 0)]
 
 
 def _sum_dtype(dtype: jnp.dtype, *, is_mean: bool) -> jnp.dtype:
