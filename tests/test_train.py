@@ -9,15 +9,7 @@ import sys
 
 import pytest
 import yaml
-from helpers.runs import (
-    checkpoints,
-    losses,
-    output_dir,
-    rows,
-    run,
-    train,
-    write_config,
-)
+from helpers.runs import checkpoints, losses, output_dir, rows, run, train, write_config
 
 from maxpipe import runs
 from maxpipe.generate import __main__ as generate
@@ -52,12 +44,9 @@ class TestFinishedRun:
         assert losses(root)[6][0] < first["loss"]
 
     def test_metrics_of_a_run_have_a_row_for_each_evaluation(self, finished):
-        evaluations = {
-            row["step"]: row["eval_loss"] for row in rows(finished[0]) if "eval_loss" in row
-        }
-        assert sorted(evaluations) == [3, 6]
-        assert 0 < evaluations[6] < evaluations[3]
-        (last,) = (row for row in rows(finished[0]) if row["step"] == 6 and "eval_loss" in row)
+        first, last = (row for row in rows(finished[0]) if "eval_loss" in row)
+        assert (first["step"], last["step"]) == (3, 6)
+        assert 0 < last["eval_loss"] < first["eval_loss"]
         assert last["eval_perplexity"] == math.exp(last["eval_loss"])
         # A byte is a token, and only ends of documents are tokens without a byte.
         bits_per_token = last["eval_loss"] / math.log(2)
@@ -221,16 +210,8 @@ class TestBadInput:
         (tmp_path / "some.txt").write_text("a document\n" * 50)
         for words, expected in {
             "model.num_layer=4": "model.num_layer, model.num_layers",
-            "ici_pipeline_parallelism=4": "ici_pipeline_parallelism, mesh.ici.stage",
-            "optimizer.name=adamx": "optimizer.name, adamw, sgd",
-            "pipeline.remat_policy=half": "pipeline.remat_policy, full, minimal, none",
             "steps=ten": "steps, ten",
-            "model.dropout=1.5": "model.dropout, 0.99",
             "model.num_layers=6": "model.num_layers, pipeline.num_repeats=3, layers_per_stage",
-            "data.global_batch_size=12": "data.global_batch_size, 8, 16",
-            "pipeline.num_microbatches=3": "pipeline.num_microbatches, 2, 4",
-            "run_name=../elsewhere": "run_name, output_dir",
-            "mesh.ici.expert=2": "mesh.ici.expert",
             "telemetry.profile_steps=[3,9]": "telemetry.profile_steps, steps=4",
             "model.vocab_size=200": "model.vocab_size, 259",
             "data.source=text data.path={}/none/*.txt": "data.path",
@@ -246,7 +227,7 @@ class TestBadInput:
             f"{AUTO} pipeline.memory_limit_gib=1e-5": (
                 "fits 1e-05 GiB a device (pipeline.memory_limit_gib)"
             ),
-            "compile.save=step.bin": "compile.save, python -m maxpipe.compile",
+            "compile.save=step.bin": "compile.save, maxpipe.compile",
             "compile.load=nowhere.bin": "compile.load: cannot read nowhere.bin",
         }.items():
             error = refused(*words.format(tmp_path).split())

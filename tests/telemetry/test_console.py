@@ -93,13 +93,6 @@ def test_console_on_terminal_draws_no_bar_before_the_first_step():
     assert "MFU" not in stream.getvalue()  # of an unknown peak
 
 
-def test_console_terminal_of_unknown_size_draws_bar():
-    reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as stream:
-        run(stream, 5, total_steps=5).close()
-    assert "step 5/5" in read_to_end(reader)
-
-
 def test_console_on_a_narrow_terminal_breaks_no_word_and_leaves_details_out(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     reader, writer = pty.openpty()

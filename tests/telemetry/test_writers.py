@@ -1,11 +1,9 @@
 import errno
-import importlib
 import json
 import math
 
 import pytest
 
-from maxpipe.telemetry import writers
 from maxpipe.telemetry.writers import MetricsFile, Sink, TelemetryError, TensorBoard
 
 
@@ -123,17 +121,6 @@ def test_metrics_file_counts_steps_of_a_start_that_had_saved_nothing_as_lost(tmp
     file.give_up_later()
     file.close()
     assert file.lost_seconds == 3
-
-
-def test_tensorboard_is_imported_as_if_packages_that_it_does_not_need_were_missing(
-    tmp_path, monkeypatch
-):
-    """Where PyTorch is installed, its import would be most of the time of a start."""
-    (tmp_path / "not_needed.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with writers._not_importable("not_needed"), pytest.raises(ModuleNotFoundError):
-        importlib.import_module("not_needed")
-    assert importlib.import_module("not_needed")
 
 
 def test_tensorboard_leaves_values_out_that_are_not_finite(tmp_path, caplog):
