@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -330,14 +329,11 @@ def test_supervise_command_that_is_not_there_ends_with_2(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_supervise_two_processes_lose_a_trainer_and_a_supervisor_and_no_replica(tmp_path, lost):
-    with Supervised(tmp_path, "replica wait 0", "replica wait 0") as run:
+def test_supervise_two_processes_lose_a_supervisor_with_its_trainer_and_no_replica(tmp_path, lost):
+    with Supervised(tmp_path, "replica 0", "replica 0") as run:
         run.all_ready(1)
         own, _ = memory_of(run, lost)
         run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
-        run.kill_trainer(lost)
-        run.all_ready(2)
-        assert "in waiting_here" in run.output(1 - lost), "no stacks"
         trainers = [int(run.attempts(index)[-1][0]) for index in (0, 1)]
         run.processes[lost].kill()
         run.processes[lost].wait()
@@ -345,13 +341,13 @@ def test_supervise_two_processes_lose_a_trainer_and_a_supervisor_and_no_replica(
         assert run.processes[1 - lost].poll() is None
         run.start(lost)
         assert run.codes() == [0, 0]
-    assert f"process {lost} on {socket.gethostname()} ended by SIGKILL" in run.output()
+    assert "in waiting_here" in run.output(1 - lost), "no stacks"
     for one, other in zip(run.attempts(0), run.attempts(1), strict=True):
         assert one[2:] == other[2:], "number and coordinator are the same"
     ports = [attempt[3] for attempt in run.attempts()]
-    assert len({*ports}) == 3
+    assert len({*ports}) == 2
     assert f"localhost:{run.port}" not in ports, "the supervisors listen there"
-    paths, held = zip(*(memory_of(run, index, attempt=2) for index in (0, 1)), strict=True)
+    paths, held = zip(*(memory_of(run, index, attempt=1) for index in (0, 1)), strict=True)
     assert held == (["5"], ["5"])
     assert paths[lost] != own, "it is the memory of the supervisor that was killed"
     assert not any(path.parent.exists() for path in (own, *paths))
