@@ -32,6 +32,11 @@ TINY = (
     "eval.every=0",
     "telemetry.log_every=1",
 )
+# A model of one layer without a pipeline; `mesh.ici.data` is the number of devices.
+ONE_LAYER = (
+    *("mesh.ici.stage=1", "mesh.ici.fsdp=1", "model.num_layers=1"),
+    *("pipeline.engine=sequential", "pipeline.num_repeats=1"),
+)
 # On all devices that the test process has.
 DATA_PARALLEL = (
     "mesh.simulated_devices=0",

@@ -10,6 +10,7 @@ import pytest
 from helpers.runs import losses, rows
 from helpers.training_process import (
     DEADLINE_SECONDS,
+    ONE_LAYER,
     SUPERVISED,
     TrainingProcess,
     command,
@@ -21,26 +22,16 @@ from helpers.training_process import (
 
 
 def words(directory, *more):
-    return command(
-        directory,
-        "steps=100000",
-        "mesh.simulated_devices=2",
-        "mesh.ici.data=2",
-        "mesh.ici.stage=1",
-        "mesh.ici.fsdp=1",
-        "mesh.elastic.axes=[data,fsdp]",
-        "mesh.elastic.wait_seconds=1",
-        "pipeline.engine=sequential",
-        "pipeline.num_repeats=1",
-        "model.num_layers=1",
-        "model.dtype=float32",
-        "data.source=python_stdlib",
+    mesh = ("mesh.simulated_devices=2", "mesh.ici.data=2", "mesh.heartbeat_timeout_seconds=600")
+    elastic = ("mesh.elastic.axes=[data,fsdp]", "mesh.elastic.wait_seconds=1")
+    # So that rounding does not grow over the steps.
+    rate = (
         "optimizer.schedule=constant",
         "optimizer.warmup_steps=0",
-        "optimizer.learning_rate=1e-4",  # so that rounding does not grow over the steps
-        "mesh.heartbeat_timeout_seconds=600",
-        *more,
+        "optimizer.learning_rate=1e-4",
     )
+    other = ("steps=100000", "model.dtype=float32", "data.source=python_stdlib")
+    return command(directory, *mesh, *elastic, *ONE_LAYER, *rate, *other, *more)
 
 
 def place_of(pid):
@@ -102,12 +93,7 @@ def test_train_elastic_goes_on_without_a_lost_host_and_grows_when_it_is_back(
     assert "seconds_in_restart" in account
 
     steps = int(grown) + 10
-    alone = (
-        "mesh.simulated_devices=1",
-        "mesh.ici.data=1",
-        "mesh.ici.fsdp=1",
-        f"stop_after={steps}",
-    )
+    alone = ("mesh.simulated_devices=1", "mesh.ici.data=1", f"stop_after={steps}")
     undisturbed = (*words(tmp_path, *alone), "mesh.elastic.axes=[]", "run_name=whole")
     code, output = run(tmp_path / "whole.log", undisturbed)
     assert code == 0, output

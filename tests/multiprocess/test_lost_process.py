@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from helpers.training_process import command, members
+from helpers.training_process import ONE_LAYER, command, members
 
 DEADLINE = 8
 LOST = (134, -signal.SIGABRT)  # this process's own exit, or JAX's; both are 134 in a shell
@@ -24,20 +24,10 @@ sys.exit(train.main(sys.argv[1:]))
 
 def words(directory, processes, *more):
     """Return the arguments of an endless run that would wait for a lost process for minutes."""
+    mesh = (f"mesh.simulated_devices={processes}", f"mesh.ici.data={processes}")
+    waits = ("mesh.heartbeat_timeout_seconds=600", f"telemetry.step_deadline_seconds={DEADLINE}")
     return command(
-        directory,
-        "steps=100000",
-        f"mesh.simulated_devices={processes}",
-        f"mesh.ici.data={processes}",
-        "mesh.ici.stage=1",
-        "mesh.ici.fsdp=1",
-        "pipeline.engine=sequential",
-        "pipeline.num_repeats=1",
-        "model.num_layers=1",
-        "checkpoint.every=0",
-        "mesh.heartbeat_timeout_seconds=600",
-        f"telemetry.step_deadline_seconds={DEADLINE}",
-        *more,
+        directory, "steps=100000", "checkpoint.every=0", *mesh, *ONE_LAYER, *waits, *more
     )
 
 

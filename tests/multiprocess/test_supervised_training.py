@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 from helpers.runs import assert_same_run, losses, rows
-from helpers.training_process import SUPERVISED, command, ended, members, output_of, run, trainer_of
+from helpers.training_process import (
+    ONE_LAYER,
+    SUPERVISED,
+    command,
+    ended,
+    members,
+    output_of,
+    run,
+    trainer_of,
+)
 
 from maxpipe.supervise import __main__ as supervise
 
@@ -15,22 +24,10 @@ STEPS = 800  # a quick machine takes 10 ms for one, and a trainer is lost after 
 
 
 def words(directory, *more):
-    return command(
-        directory,
-        f"steps={STEPS}",
-        "mesh.simulated_devices=2",
-        "mesh.ici.data=2",
-        "mesh.ici.stage=1",
-        "mesh.ici.fsdp=1",
-        "pipeline.engine=sequential",
-        "pipeline.num_repeats=1",
-        "model.num_layers=1",
-        "data.source=python_stdlib",
-        "checkpoint.every=50",
-        "mesh.heartbeat_timeout_seconds=600",
-        "telemetry.step_deadline_seconds=15",
-        *more,
-    )
+    mesh = ("mesh.simulated_devices=2", "mesh.ici.data=2", "data.source=python_stdlib")
+    waits = ("mesh.heartbeat_timeout_seconds=600", "telemetry.step_deadline_seconds=15")
+    here = (f"steps={STEPS}", "checkpoint.every=50", *mesh, *ONE_LAYER, *waits)
+    return command(directory, *here, *more)
 
 
 @pytest.fixture(scope="module")
