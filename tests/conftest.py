@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -104,14 +103,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Say how many tests were skipped and why; a module that is skipped as a whole is one."""
-    skipped = terminalreporter.getreports("skipped")
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    for reason, number in sorted(reasons.items()):
-        terminalreporter.write_line(f"{number} skipped: {reason}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from helpers.engines import make_mesh, tiny
 
 from maxpipe import builder
-from maxpipe.builder import build_engine_inputs, build_trainer
+from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError, catalog
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.sequential import SequentialEngine
@@ -43,13 +43,6 @@ def test_engine_of_another_package_is_built_and_trains(monkeypatch):
     assert float(metrics["loss"]) == 7
 
 
-def test_layout_has_equal_chunks_or_is_padded_to_the_largest():
-    layout = build_layout(tiny(**PIPELINE, **{"pipeline.num_repeats": 2}))
-    assert (layout.shape, layout.is_even) == ((2, 2, 2), True)
-    layout = build_layout(tiny(**PIPELINE, **{"pipeline.layers_per_stage": [1, 3, 3, 1]}))
-    assert (layout.shape, layout.chunk_sizes) == ((2, 2, 3), (1, 3, 3, 1))
-
-
 def test_layout_of_layers_outside_on_mpmd_has_them_in_a_chunk():
     """Six layers, of which two are outside; in a V the first and the last chunk share a stage."""
     values = {"pipeline.schedule": "zb_v", "pipeline.parallel_layers": 4, "model.num_layers": 6}
@@ -57,19 +50,6 @@ def test_layout_of_layers_outside_on_mpmd_has_them_in_a_chunk():
     for place, layers in places.items():
         layout = build_layout(tiny(**PIPELINE | values | {"pipeline.outside_layers": place}))
         assert (layout.num_outside, layout.stage_layers(0)) == (0, layers)
-
-
-def test_layout_without_pipeline_has_one_stage_and_no_schedule():
-    config = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 3})
-    assert build_layout(config).shape == (1, 1, 3)
-    assert build_engine_inputs(config, make_mesh(config)).table is None
-
-
-def test_table_has_the_sizes_and_delay_of_the_configuration():
-    plain = build_table(tiny(**PIPELINE))
-    delayed = build_table(tiny(**PIPELINE, **{"pipeline.delay_activation_forwarding": True}))
-    assert (plain.num_stages, plain.num_microbatches, plain.num_repeats) == (2, 4, 4)
-    assert delayed.num_ticks > plain.num_ticks
 
 
 @pytest.fixture
@@ -98,13 +78,6 @@ def test_table_from_a_file_equals_the_saved_table(in_file):
     again = tiny(**in_file("lockstep_1f1b", 2))
     assert again.pipeline.engine == "scheduled"
     assert build_table(again).num_ticks == build_table(config).num_ticks
-
-
-def test_trainer_with_an_invalid_table_file_names_file_and_key(tmp_path):
-    file = tmp_path / "wrong.csv"
-    file.write_text("0F0,0B0\n1F0,1B0\n")
-    config = tiny(**PIPELINE, **{"pipeline.schedule": str(file), "pipeline.num_repeats": 1})
-    assert re.search(r"pipeline\.schedule=.*wrong\.csv", refusal(config))
 
 
 def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(in_file):
@@ -155,13 +128,6 @@ def test_trainer_that_offloads_without_memory_of_the_host_is_refused(monkeypatch
         assert "remat_policy: minimal_offloaded cannot run: cpu devices have no" in message
         assert message.endswith("use minimal")
     build_trainer(tiny(), make_mesh(tiny()))  # offloads nothing
-
-
-def test_trainer_with_an_unsplittable_axis_notes_the_decision():
-    notes = []
-    config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
-    build_trainer(config, make_mesh(config), note=notes.append)
-    assert any("'kv_heads' of size 2 stays whole" in line for line in notes)
 
 
 @pytest.mark.parametrize(

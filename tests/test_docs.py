@@ -25,7 +25,6 @@ from helpers.documentation import (
     TEXT,
     commands,
     fences,
-    inline_commands,
     lay_out,
     own_variants_forgotten,
 )
@@ -217,15 +216,6 @@ def run_script(words):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def test_inline_code_has_commands_and_fragments_and_names_are_none():
-    text = "`maxpipe train base | head`, `maxpipe train`, `pip install`, `python -m maxpipe.plan`"
-    text += ", `maxpipe plan llama3-8b ...`, `python scripts/x.py DIR`, `scripts/x.py`, `steps=2`"
-    text += ', `python scripts/x.py "CONFIG key=value"`, `pytest -m "not grid"`'
-    assert inline_commands(text) == ["maxpipe train base | head", 'pytest -m "not grid"']
-    assert commands(text) == ["python -m maxpipe.train base", "pytest -m 'not grid'"]
-    assert sum(len(inline_commands(page)) for page in PAGES.values()) >= 25
-
-
 def test_scripts_of_the_python_page_train(place, capsys):
     for script in ("begin.py", "rates.py"):
         run_script([script, *ONE_STAGE])
@@ -237,21 +227,6 @@ def test_scripts_of_the_python_page_train(place, capsys):
             rf"^learning rate {rate}: last loss \d.* after step 2$", printed, re.MULTILINE
         )
         assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("key", "heading"),
-    [("compile.load", "## Stored executables"), ("compile.cache_dir", "## The compilation cache")],
-)
-def test_help_readme_and_page_say_whom_to_trust_with_machine_code(key, heading, capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--help", key])
-    (paragraph,) = (text for text in PAGES["README.md"].split("\n\n") if "machine code" in text)
-    section = PAGES["docs/compiling.md"].partition(heading)[2].partition("\n## ")[0]
-    for text in (capsys.readouterr().out, paragraph, section):
-        assert "machine code" in text
-        assert "trust" in text
-    assert {"compile.load": "compile.load", "compile.cache_dir": "compile_cache"}[key] in paragraph
 
 
 def test_one_way_rule_lists_every_package():
@@ -312,9 +287,7 @@ def test_extras_that_are_installed_exist():
 
 def test_yaml_of_pages_is_a_configuration(tmp_path):
     shutil.copy(REPOSITORY / "configs" / "base.yml", tmp_path)
-    texts = fences("yaml")
-    assert texts
-    for text in texts:
+    for text in fences("yaml"):
         (tmp_path / "page.yml").write_text(f"base: base.yml\n{text}")
         load(str(tmp_path / "page.yml"))
 

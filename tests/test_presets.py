@@ -83,11 +83,6 @@ def test_presets_with_experts_have_the_published_active_parameters():
     assert [n for n, text in texts.items() if f"{active[n]:,} parameters" not in text] == []
 
 
-def test_presets_have_bfloat16_activations_and_float32_parameters():
-    models = [for_slice(name).model for name in PARAMETERS]
-    assert {(model.dtype, model.param_dtype) for model in models} == {("bfloat16", "float32")}
-
-
 def test_presets_on_their_slices_have_the_layouts_in_the_comments():
     unlike = {}
     for name in PARAMETERS:

@@ -19,15 +19,6 @@ def test_load_config_by_name_and_by_path_is_that_of_the_command():
     assert (config.model.num_layers, config.steps, config.run_name) == (8, 7, "base")
 
 
-def test_load_config_names_all_problems_in_one_value_error():
-    with pytest.raises(maxpipe.ConfigError) as caught:
-        maxpipe.load_config("base", "model.num_layer=8", "steps=0")
-    assert isinstance(caught.value, ValueError)
-    first, second = str(caught.value).splitlines()
-    assert "did you mean model.num_layers" in first
-    assert second.startswith("steps")
-
-
 def test_load_config_of_an_unknown_name_lists_the_shipped_ones():
     with pytest.raises(ValueError, match="did you mean llama3-8b"):
         maxpipe.load_config("lama3-8b")

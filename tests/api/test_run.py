@@ -119,13 +119,6 @@ def test_run_that_does_not_fit_the_devices_is_a_value_error(tmp_path):
         maxpipe.Run(maxpipe.load_config(*words, "compile.save=step.bin"))
 
 
-def test_run_with_missing_data_is_a_value_error_and_leaves_nothing(tmp_path):
-    words = [*words_of(tmp_path), "data.source=text", "data.path=/none/*.txt"]
-    with pytest.raises(ValueError, match=r"data.path"):
-        maxpipe.Run(maxpipe.load_config(*words)).train()
-    assert not (tmp_path / "runs").exists()
-
-
 def test_run_that_ends_early_raises(tmp_path, monkeypatch):
     run = maxpipe.Run(maxpipe.load_config(*words_of(tmp_path)))
     errors = {DIVERGED: maxpipe.Diverged, INTERRUPTED: KeyboardInterrupt, PREEMPTED: SystemExit}
@@ -146,8 +139,3 @@ def test_run_interrupted_in_a_program_saves_and_raises(tmp_path, capfd):
         run.train(interrupt)
     assert "step 2 is saved" in capfd.readouterr().out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_run_of_a_name_says_how_to_load_it():
-    with pytest.raises(TypeError, match=r"Run\(load_config\('base'\)\)"):
-        maxpipe.Run("base")

@@ -35,20 +35,6 @@ def test_schedule_takes_a_time_for_each_stage_and_switches():
     assert delayed.table.num_ticks > plain.table.num_ticks
 
 
-def test_schedule_takes_words_and_numpy_values():
-    times = [1, 1, 1, 1.5]
-    for given, plain in (
-        ({"stages": "16"}, {"stages": 16}),
-        (
-            {"stages": np.int64(4), "forward": np.array(times)},
-            {"stages": 4, "forward": times},
-        ),
-        ({"delay_activation_forwarding": np.True_}, {"delay_activation_forwarding": True}),
-    ):
-        schedules = [maxpipe.schedule("lockstep_1f1b", **options) for options in (given, plain)]
-        assert repr(schedules[0]) == repr(schedules[1])
-
-
 def test_schedule_draws_a_chart_of_each_in_a_notebook():
     for names in (["lockstep_1f1b"], ["lockstep_1f1b", "zb_v"]):
         html = maxpipe.schedule(*names, stages=2, microbatches=3)._repr_html_()
@@ -84,7 +70,3 @@ def test_schedule_refuses_with_a_value_error():
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
             maxpipe.schedule(*names, **options)
         assert "pipeline." not in str(caught.value)
-
-
-def test_schedule_module_stays_the_command():
-    assert maxpipe.schedule.main(["1f1b", "stages=0"]) == 2

@@ -15,11 +15,10 @@ from helpers.training_process import BASE, TINY_MODEL
 import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import ConfigError, load, resolve
-from maxpipe.data.chat_template import ChatTemplate
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.generate import __main__ as cli
 from maxpipe.generate import model
-from maxpipe.generate.chat import before, end_of_turn
+from maxpipe.generate.chat import before
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.run_directory import RunDirectory
 
@@ -178,16 +177,6 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     with pytest.raises(ConfigError, match="messages: the run has no chat template"):
         maxpipe.load_model(text).chat(ONE)
     assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]
-
-
-def test_turn_ends_with_what_follows_an_answer() -> None:
-    for source, text in [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "\n"),
-        ("{% for m in messages %}{{ m.content }} <end>\n{% endfor %}", "<end>"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", ""),
-    ]:
-        end = end_of_turn(ChatTemplate(source, (), "mine"), load_tokenizer("byte"))
-        assert end == (set(), text)
 
 
 def test_text_before_its_end_loses_nothing_else():

@@ -81,15 +81,6 @@ def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
     assert answer == (pytest.approx(_direct(model, ids, [best])[0], rel=1e-5), True)
 
 
-def test_loglikelihood_of_a_long_context_reads_its_end(model: maxpipe.Model) -> None:
-    context = "abcdefghij" * 7
-    (answer,) = of_run(model).loglikelihood([_request(context, "xyz")])
-    kept = _bytes(context)[-(WINDOW + 1 - 3) :]
-    assert answer[0] == pytest.approx(_direct(model, kept, _bytes("xyz"))[0], rel=1e-5)
-    with pytest.raises(ValueError, match=r"has 33 tokens to score, and the model reads 32"):
-        of_run(model).loglikelihood([_request("a", "x" * 33)])
-
-
 def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> None:
     text = "".join(chr(97 + i * i % 26) for i in range(50))
     scores = of_run(model).loglikelihood_rolling([_request(text), _request("ab")])
