@@ -89,7 +89,6 @@ def test_check_names_every_document_that_would_end_the_run(corpus, capsys, tmp_p
     said = capsys.readouterr().out
     assert all(f"late.jsonl:{line}: not a JSON object" in said for line in (4, 18, 31))
     assert "3 cannot be read: the run would end" in said
-    assert said.startswith("train: ")
     assert "\neval: " in said
     assert check(*words, "data.on_bad_document=skip") == 0
     assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out

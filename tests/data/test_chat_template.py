@@ -68,7 +68,6 @@ def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds() -> Non
         ("{# no {% generation %} #}" + CLOSED, TALK, closed, turns),
         ("{#-\n{% generation %}\n-#}" + CLOSED, TALK, closed, turns),
         (MARKED, TALK, marked, ["1", "2"]),
-        (MARKED.replace("{%- generation -%}", "{% generation %}"), TALK, marked, ["1", "2"]),
         (MARKED.replace("{%- generation -%}", "{%+ generation %}"), TALK, marked, ["1", "2"]),
         (nested, TALK, "abcde", ["bcd"]),
     ]:

@@ -9,7 +9,6 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
-    Concatenation,
     EncodedDocuments,
     MarkedText,
     encode_marked,
@@ -91,8 +90,3 @@ def test_encoded_documents_that_do_not_fit_the_tokenizer_raise() -> None:
         _encode(np.array([5, 300]))
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
         encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))
-
-
-def test_concatenation_skips_empty_parts() -> None:
-    parts = Concatenation([[], ["a", "b"], [], ["c"], []])
-    assert [parts[i] for i in range(len(parts))] == ["a", "b", "c"]

@@ -76,21 +76,6 @@ def test_fill_row_packing_fills_rows_without_crossing_documents(
         assert (rows["tokens"][:, 1:][same] % 1000 != 0).all()
 
 
-@settings(max_examples=20, deadline=None)
-@given(lengths=LENGTHS, batch=BATCH, first=LENGTH, second=LENGTH)
-def test_row_stream_does_not_depend_on_limits(
-    lengths: list[int], batch: int, first: int, second: int
-) -> None:
-    documents = _framed(lengths)
-
-    def tokens(length: int) -> np.ndarray:
-        streams = _streams(documents, batch)
-        rows = [_next_batch(streams, length)["tokens"] for _ in range(-(-60 // length))]
-        return np.concatenate(rows, axis=1)[:, :60]
-
-    np.testing.assert_array_equal(tokens(first), tokens(second))
-
-
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, length=LENGTH)
 def test_fill_row_without_packing_holds_one_document(lengths: list[int], length: int) -> None:

@@ -28,18 +28,6 @@ def _make(directory: Path, specials: list[str]) -> Path:
     return write_byte_pairs(directory, TEXT, specials, size=300)
 
 
-def test_hugging_face_pickled_tokenizer_round_trips(tmp_path: Path) -> None:
-    path = _make(tmp_path, ["<s>", "</s>"])
-    assert tokenizer_files(f"hf:{tmp_path}") == [path]
-    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))
-    ids = tokenizer.encode(TEXT)
-    assert ids.dtype == np.int32
-    assert len(ids) < len(TEXT.encode())
-    assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids.tolist()}
-    assert tokenizer.decode(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id])) == TEXT
-    assert tokenizer.vocab_size == Tokenizer.from_file(str(path)).get_vocab_size()
-
-
 def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) -> None:
     for single, begin in [("", []), ("<s> $A", [0]), ("<s> $A </s>", [0])]:
         (folder := tmp_path / f"of {single}".replace("/", "")).mkdir()
@@ -49,8 +37,9 @@ def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) 
             single=single or "$A", pair="$A $B", special_tokens=[("<s>", 0), ("</s>", 1)]
         )
         stored.save(str(path))
-        tokenizer = load_tokenizer(f"hf:{folder}")
+        tokenizer = pickle.loads(pickle.dumps(load_tokenizer(f"hf:{folder}")))
         ids = tokenizer.encode("fox").tolist()
+        assert tokenizer.decode([0, *ids, 1]) == "fox"
         assert tokenizer.bos_id == 0
         assert encode_prompt(tokenizer, "fox") == begin + ids
         assert encode_prompt(tokenizer, "<s>fox") == [0, *ids]

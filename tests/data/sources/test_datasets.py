@@ -95,8 +95,7 @@ def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) 
     rows = library.Dataset.from_dict({"text": ["a"]})
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
     assert all_of(_open(tmp_path / "all" / "test")) == ["a"]
-    for name, columns in (("a", {"body": ["a"], "id": [1]}), ("c", {"text": [1.5]})):
-        _save(tmp_path / name, columns)
+    _save(tmp_path / "a", {"body": ["a"], "id": [1]})
     (tmp_path / "mixed").mkdir()
     for name, content in {"a.jsonl": "no json\n", "b.parquet": "PAR1"}.items():
         (tmp_path / "mixed" / name).write_text(content)
@@ -106,8 +105,6 @@ def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) 
     assert _version(damaged)  # the error is left to who reads the rows
     for path, column, message in [
         (tmp_path / "a", "", 'has the columns body, id; it needs "text" or "tokens"'),
-        (tmp_path / "a", "words", 'has the columns body, id; it needs "words"'),
-        (tmp_path / "c", "", "column 'text' holds double, not text"),
         (tmp_path / "all", "", r"is a data set of splits; give one, such as \S+all/train"),
         (damaged, "", r".*damaged cannot be read by datasets"),
         (tmp_path / "mixed" / "a.jsonl", "", r".*a\.jsonl cannot be read by datasets"),
@@ -117,18 +114,6 @@ def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) 
     ]:
         with pytest.raises(ConfigError, match=rf"^data\.path: .*{message}"):
             _open(path, column=column)
-
-
-def test_datasets_error_of_the_hub_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, library: Any
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach")
-
-    monkeypatch.setattr(library, "load_dataset", refuse)
-    reason = r"^data\.path: hf:org/name cannot be read .*Couldn't reach; .*network, .*HF_TOKEN"
-    with pytest.raises(ConfigError, match=reason):
-        _open("hf:org/name")
 
 
 def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ def _whole(path: object, source: str = "text", **keys: Any) -> list[str]:
 def test_text_files_are_read_in_sorted_order_without_empty_ones(tmp_path: Path) -> None:
     contents = {
         "c.txt": b"",
-        "b.txt.gz": gzip.compress(b"\xef\xbb\xbftwo\r\n"),
+        "b.txt.gz": gzip.compress(b"\xef\xbb\xbftwo\r\nor\rthree"),
         "a.txt": b"\xef\xbb\xbfone \xc3\xa9 \xef\xbb\xbf",  # with a mark of byte order
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     cache = {"cache_dir": str(tmp_path / ".cache")}
-    assert _whole(tmp_path, **cache) == ["one é \ufeff", "two\n"]
+    assert _whole(tmp_path, **cache) == ["one é \ufeff", "two\nor\nthree"]
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"\xff"))
     with pytest.raises(ConfigError, match=r"/d\.txt\.gz is not UTF-8 text: byte 0"):
         _whole(tmp_path, **cache)
@@ -85,14 +85,6 @@ def test_one_text_file_without_lines_is_cut_between_characters(file: Path) -> No
         pieces = _both(file)
         assert sorted("".join(pieces)) == sorted(text)
         assert text not in large or len(pieces) >= LEAST_PIECES - 1
-
-
-def test_one_text_file_has_newlines_only_and_no_mark_of_byte_order(file: Path) -> None:
-    file.write_bytes(b"\xef\xbb\xbf" + b"one\r\ntwo\rthree\n" * 500)
-    pieces = "".join(_both(file))
-    assert not {"\r", "\ufeff"} & {*pieces}
-    assert pieces.splitlines().count("three") == 500
-    assert _whole(file) == ["one\ntwo\nthree\n" * 500]
 
 
 def test_eval_path_is_all_of_evaluation_and_nothing_is_held_out(file: Path, tmp_path: Path) -> None:
