@@ -132,8 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         places = "run directory, or its checkpoints; also s3:// and gs://"
         command.add_argument("dir", metavar=KEY, help=places)
-        if name == "show":
-            command.add_argument("--step", type=int, help="default: the newest")
+    command.add_argument("--step", type=int, help="default: the newest")
     return parser
 
 

@@ -57,8 +57,7 @@ def saveable(name: str, leaf: object) -> Array:
 def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
     """Return the summaries of a state's arrays, by dotted path.
 
-    Raises:
-      StateNotFinite: a number is not finite, or a parameter is so large that its square is not.
+    Raises StateNotFinite for a number that is not finite, or a parameter whose square is not.
     """
     summary_of = summaries(arrays)
     names = [
@@ -119,12 +118,8 @@ def load(
 ) -> Iterator[tuple[str, Array]]:
     """Yield (name, array) for each name in `shardings`, in order, reading `BYTES_IN_FLIGHT` ahead.
 
-    Args:
-      step_directory: a committed step.
-      leaves: the expected arrays; shapes and dtypes are checked here, digests by the caller.
-      shardings: name -> layout of the `jax.Array` (only this process's shards are read), or None
-        for NumPy.
-
+    Shapes and dtypes are compared with `leaves` here, digests by the caller. A sharding is that of
+    the `jax.Array`, of which only this process's shards are read; None stands for a NumPy array.
     Raises TensorStore's errors for missing or damaged files.
     """
     import tensorstore as ts

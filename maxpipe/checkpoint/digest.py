@@ -106,10 +106,7 @@ def _compiled_summary(array: jax.Array) -> Summary:
 
 
 def _device_words(array: jax.Array) -> jax.Array:
-    """Return bit patterns, uint32, shaped like `array`; 8-byte elements add a last dimension of 2.
-
-    The two words of an 8-byte element are its low and its high half.
-    """
+    """Return uint32 bit patterns, shaped like `array`; 8-byte elements become [..., low, high]."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
     if array.dtype.itemsize == 8:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 LINES_SHOWN = 20
 
-# File system errors that may be transient, or are about this process rather than the file.
+# Errors that may be transient, or are about this process rather than the file: of the file system,
+# and status codes at the start of TensorStore's messages.
 _PASSING = "EACCES EAGAIN EINTR EIO EMFILE ENFILE ENOMEM EPERM ESTALE ETIMEDOUT"
-PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING.split())
-# Status codes, at the start of TensorStore's messages, that are not about the checkpoint.
 _PASSING_STATUS = "PERMISSION_DENIED RESOURCE_EXHAUSTED UNAVAILABLE DEADLINE_EXCEEDED CANCELLED"
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
@@ -58,7 +57,8 @@ class NoCheckpoint(RuntimeError):
 
 def reading_error(place: object, error: Exception) -> ReadError:
     """Return the error of a checkpoint that another error, of a library, is about."""
-    is_passing = errno_of(error) in PASSING_ERRNOS or isinstance(error, PermissionError)
+    is_passing = errno.errorcode.get(errno_of(error) or 0) in _PASSING.split()
+    is_passing |= isinstance(error, PermissionError)
     is_passing |= str(error).startswith(tuple(_PASSING_STATUS.split()))
     return (CheckpointUnreadable if is_passing else CheckpointDamaged)(place, brief(error))
 

@@ -53,12 +53,8 @@ class Checkpointer:
     With replicas, `replicate` puts a step into host memory. It is restored like a step in the
     directory if it is at least as new as those; a damaged replica is dropped.
 
-    Args:
-      directory: the directory of the steps, one subdirectory each; made by the first save. It must
-        be in a local or shared file system with atomic renames.
-      settings: the `checkpoint` section of the configuration: when to save, what to keep.
-      log: function that receives warnings; called in process 0 only.
-      clock: monotonic clock, in seconds.
+    `directory` has a subdirectory for each step; it must be in a local or shared file system with
+    atomic renames. `log` receives warnings, in process 0 only.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class Checkpointer:
 
     @property
     def place(self) -> str:
-        """The path of the directory and the URL of the mirror, for messages."""
         return " and ".join(map(str, self._stores))
 
     def steps(self) -> list[int]:
@@ -107,9 +102,9 @@ class Checkpointer:
         return self._latest or 0
 
     def record(self, step: int, *, is_saved: bool = False) -> Record:
-        """Return the record of a step from memory, the directory or the mirror, in this order.
+        """Return the record of a step from memory (unless `is_saved`), directory or mirror.
 
-        With `is_saved`, replicas do not count. Raises as `step_record`.
+        Raises as `step_record`.
         """
         if not is_saved and self._replicas is not None and step in self._replicas.steps:
             return step_record(self._replicas.of(step))
@@ -119,10 +114,8 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Return whether to save after this step; false for a step just saved or restored.
 
-        Every process calls this once after every step.
-
-        Raises:
-          CheckpointSaveError: the last save, or its copy to the mirror, has failed.
+        Every process calls this once after every step. Raises CheckpointSaveError if the last save,
+        or its copy to the mirror, has failed.
         """
         # Check now what has finished in the background, not only in the next save.
         if self._writer.is_pending and not self._writer.is_running:

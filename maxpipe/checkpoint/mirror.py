@@ -120,9 +120,8 @@ class Mirror(StepStore):
     def download(self, step: int, directory: Path) -> None:
         """Copy a committed step to a new `directory`; only the sizes of its files are verified.
 
-        Raises:
-          CheckpointDamaged: objects are missing, or of another size.
-          CheckpointUnreadable: the store or the file system does not allow it.
+        Raises CheckpointDamaged for objects that are missing, or of another size, and
+        CheckpointUnreadable if the store or the file system does not allow it.
         """
         root = self._path(str(step))
         try:
@@ -229,10 +228,6 @@ def open_mirror(config: Config) -> Mirror | None:
 def open_url(
     url: str, key: str, deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds
 ) -> Mirror:
-    """Return the mirror at a URL that was given as `key`.
-
-    Raises:
-      ConfigError: the store cannot be read; names the key and where credentials come from.
-    """
+    """Return the mirror at a URL that was given as `key`; raises as `open_store`, `explained`."""
     with explained(url, key):
         return Mirror(url, open_store(url, key), deadline_seconds)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class OrbaxWriter:
     """Saves one step at a time; Orbax deletes steps that need not be kept after each commit.
 
-    The first `start`, also after `close`, makes Orbax's manager, which lists the directory.
-
     With several processes, Orbax would report an error of this process only after all others have
     finished the save, which they cannot do without it. Here `wait` raises the error at once, and
     does not wait for Orbax any more: the process has to tell the others and exit.

@@ -56,11 +56,9 @@ class SaveTimer:
         if seconds is None or not 0 < self._grace < seconds:
             return ""
         self._grace = 0  # warn once
-        return (
-            f"a checkpoint took {seconds:.1f} s, longer than checkpoint.grace_seconds allows: "
-            "a preempted run would be killed before its last save is done. "
-            "Save to faster storage, or save more often to lose less"
-        )
+        problem = f"a checkpoint took {seconds:.1f} s, longer than checkpoint.grace_seconds allows"
+        remedy = "save to faster storage, or more often to lose less"
+        return f"{problem}: a preempted run would be killed before its last one is done; {remedy}"
 
 
 class Retention:
@@ -68,8 +66,7 @@ class Retention:
 
     This is a `PreservationPolicy` for Orbax, which asks it when a save starts, with the new step
     among the others, and deletes the steps that it does not keep once the new one is committed.
-    Steps set aside are not committed, so they neither count nor are deleted. `record_of` returns
-    the record of a committed step; raises as `step_record`.
+    Steps set aside are not committed, so they neither count nor are deleted.
     """
 
     def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):

@@ -106,10 +106,8 @@ def read_arrays(
 ) -> dict[str, Array]:
     """Read the arrays in `shardings` (None = into host memory) and verify them against `leaves`.
 
-    Raises:
-      CheckpointDamaged: they cannot be read, or are not what was saved.
-      CheckpointUnreadable: this machine is at fault (permissions, memory) and the checkpoint may be
-        sound.
+    Raises CheckpointDamaged, or CheckpointUnreadable if this machine is at fault (permissions,
+    memory) and the checkpoint may be sound.
     """
 
     def read() -> dict[str, Array]:
@@ -168,9 +166,8 @@ class ParameterReader:
     `leaves` has shape and dtype of each parameter by its name on disk, such as
     `params.embed.table`; `steps` the numbers of the steps; `record` is that of the last one.
 
-    Raises:
-      CheckpointMismatch: the parameters of the steps differ in name, shape or dtype.
-      CheckpointDamaged, CheckpointUnreadable: see `read_arrays`.
+    Raises as `read_arrays`, and CheckpointMismatch if the parameters of the steps differ in name,
+    shape or dtype.
     """
 
     def __init__(self, directories: Sequence[Path]):

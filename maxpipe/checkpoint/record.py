@@ -45,8 +45,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a checksum over everything else in it.
 
-        Raises:
-          TypeError, ValueError: `meta` holds something that JSON does not (objects, NaN).
+        Raises TypeError or ValueError if `meta` holds something that JSON does not (objects, NaN).
         """
         content = {"format": FORMAT, **asdict(self)}
         # JSON turns keys into strings and tuples into lists. The checksum must be taken after that.
@@ -62,10 +61,9 @@ def record_file(step_directory: Path) -> Path:
 def step_record(step_directory: Path) -> Record:
     """Read and check the record of a committed step.
 
-    Raises:
-      CheckpointDamaged: it is missing, unreadable, changed, or belongs to another step.
-      CheckpointUnreadable: it was written in a format that this version does not know, or this
-        process cannot read it now: it has no permission, or the disk reports an error.
+    Raises CheckpointDamaged if it is missing, changed, or belongs to another step, and
+    CheckpointUnreadable for a format that this version does not know, or if this process cannot
+    read it now: it has no permission, or the disk reports an error.
     """
     try:
         data = record_file(step_directory).read_bytes()

@@ -66,10 +66,8 @@ class Replicas:
     every process had at the start, without those dropped since. `is_behind` says that a partner of
     some process lacks the newest replica.
 
-    Args:
-      memory: the directory `own` within the supervisor's directory; outlives this process.
-      run: the directory of the run's checkpoints. Replicas of another run are removed.
-      every: `checkpoint.replica_every`.
+    `memory` is the directory `own` within the supervisor's directory, which outlives this process;
+    replicas of another run than `run`, the directory of checkpoints, are removed from it.
     """
 
     def __init__(self, memory: Path, run: Path, every: int):
@@ -117,10 +115,7 @@ class Replicas:
         return ""
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
-        """Start writing this process's shards of arrays that are not overwritten meanwhile.
-
-        `finish` must have been called before.
-        """
+        """After `finish`, start writing this process's shards of arrays that stay as they are."""
         self._started = step
         words = (step, arrays, record)
         self._writer = threading.Thread(target=self._write, args=words, name="replica", daemon=True)

@@ -32,9 +32,8 @@ def run_parser(name: str, description: str) -> argparse.ArgumentParser:
 def open_steps(run: str, key: str) -> StepStore:
     """Return the steps of a run, given by path or URL of its directory or its `checkpoints`.
 
-    Raises:
-      ConfigError: there is no such directory, or the store cannot be read; under `key`.
-      PermissionError: the directory may not be looked at.
+    Raises PermissionError, and ConfigError if there is no such directory or the store cannot be
+    read; under `key`.
     """
     if is_remote(run):
         url = run.rstrip("/")
@@ -60,8 +59,7 @@ def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:
 def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
     """Return the last `average` committed steps up to `step`, in ascending order.
 
-    Raises:
-      ConfigError: there are too few, or `step` is not committed.
+    Raises ConfigError if there are too few, or `step` is not committed.
     """
     last = find_step(store, step)
     steps = [saved for saved in store.steps() if saved <= last]
@@ -75,8 +73,7 @@ def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
 def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
 
-    Raises:
-      ConfigError: there is no such step; under `key`, the argument that names the run.
+    Raises ConfigError if there is none, under `key`, the argument that names the run.
     """
     steps = store.steps()
     if not steps:

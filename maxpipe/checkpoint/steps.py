@@ -165,10 +165,8 @@ def step_to_resume(resume: str, steps: Sequence[int], place: str) -> int | None:
 
     `auto` takes the newest of the committed steps if there is one, `must` requires one, and a
     number takes exactly that step. `never` is refused while there are any: continuing would mix two
-    runs under one name, and deleting the steps because of one word would destroy work.
-
-    Raises:
-      ConfigError: `steps`, in `place`, do not allow it.
+    runs under one name, and deleting the steps because of one word would destroy work. Raises
+    ConfigError if `steps`, in `place`, do not allow it.
     """
     refusal = ""
     if resume == "never" and steps:
@@ -196,11 +194,8 @@ def step_since(
 ) -> int | None:
     """Return the newest step if an earlier attempt of this job, with this `resume`, has written it.
 
-    Damaged records are skipped, as a restore would skip them. `steps` are those that the run could
-    continue from, in any order.
-
-    Raises:
-      CheckpointUnreadable: a record cannot be read here.
+    Damaged records are skipped, as a restore would skip them; one that is unreadable here is an
+    error. `steps` are those that the run could continue from, in any order.
     """
     if not followed(resume, job):
         return None

@@ -63,11 +63,7 @@ class MirrorSync:
         self._update = in_background(self._bring_up_to_date, "mirror")
 
     def wait(self) -> None:
-        """Wait for an update if one was started.
-
-        Raises:
-          CheckpointSaveError: the update has failed; raised once.
-        """
+        """Wait for an update if one was started; raise CheckpointSaveError once if it failed."""
         update, self._update = self._update, None
         if update is None:
             return

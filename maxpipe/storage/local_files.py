@@ -99,8 +99,7 @@ def local_copy(
       write: function that writes the copy; its OSErrors are taken for the cache's.
       size: least size of the copy in bytes, if that is known.
 
-    Raises:
-      ConfigError: the copy cannot be written to the cache, or takes more than the limit.
+    Raises ConfigError if the copy cannot be written to the cache, or takes more than the limit.
     """
     directory = cache_directory(cache_dir)
     name = f"{origin}\0{version}\0{suffix}".encode("utf-8", "surrogateescape")
@@ -241,13 +240,8 @@ def _print_once(line: str) -> None:
 def fetch(url: str, suffixes: Sequence[str], cache_dir: str, limit: int = 0) -> list[str]:
     """Return the paths of local copies of a URL's files, by name in the store; empty if none match.
 
-    Args:
-      url: a file, a directory or a glob, such as `s3://bucket/corpus/*.jsonl`.
-      suffixes: endings that a file in a directory must have.
-      cache_dir, limit: `data.cache_dir`, `data.cache_limit`.
-
-    Raises:
-      ConfigError: no library speaks the protocol, or the store refuses access or does not answer.
+    The URL is of a file, a directory, whose files must have one of the endings, or a glob, such as
+    `s3://bucket/corpus/*.jsonl`. Raises ConfigError as `open_store` and `explained`.
     """
     protocol = url.partition("://")[0]
     with explained(url, _PATH):
@@ -303,10 +297,12 @@ def unpacked(path: str, cache_dir: str, limit: int = 0) -> str:
     """
     if not path.lower().endswith(PACKED):
         return path
-    suffix = Path(path).with_suffix("").suffix
-    pieces = _pieces(path)
+
+    def write(out: BinaryIO) -> None:
+        out.writelines(_pieces(path))
+
     return local_copy(
-        path, version_of(path), suffix, cache_dir, lambda out: out.writelines(pieces), limit
+        path, version_of(path), Path(path).with_suffix("").suffix, cache_dir, write, limit
     )
 
 

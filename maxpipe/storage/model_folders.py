@@ -193,9 +193,6 @@ class HubFolder:
     """The `ModelFolder` of a model on the hub, whose files are downloaded on request.
 
     `model` is `org/name`, or `org/name@REVISION` for a branch, tag or commit; `key` named it.
-
-    Raises:
-      ConfigError: the library is not installed.
     """
 
     def __init__(self, model: str, key: str):

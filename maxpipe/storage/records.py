@@ -32,15 +32,10 @@ def read_record(path: Path, shape: type[Shape]) -> Shape:
 
 
 def parse_record(text: str | bytes, shape: type[Shape]) -> Shape:
-    """Return the record in a text of JSON.
+    """Return the record in a text of JSON; raises `Damaged` if it has another shape.
 
-    Args:
-      text: the text.
-      shape: a dataclass or named tuple, `dict`, `list` or `tuple` of something, or a plain type;
-        `object` for anything.
-
-    Raises:
-      Damaged: the text is no JSON, or has another shape.
+    The shape is a dataclass or named tuple, `dict`, `list` or `tuple` of something, or a plain
+    type; `object` is anything.
     """
     try:
         value = json.loads(text)
