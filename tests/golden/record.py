@@ -23,36 +23,32 @@ ALLOWED = 1e-6  # on the machine that recorded them
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*recording.NAMES, []])
+    parser.add_argument("--reason", default="")
+    parser.add_argument("--compare-bits", action="store_true")
+    parser.add_argument("--store-runs", action="store_true")
+    options = parser.parse_args(arguments)
     if options.store_runs:
-        return _store_runs()
+        if existing := [name for name in STORED_RUNS if (recording.STORED / name).exists()]:
+            sys.exit(f"{', '.join(existing)}: written by an earlier version, which is their use")
+        with tempfile.TemporaryDirectory() as scratch:
+            recording.store_runs(Path(scratch))
+        return 0
     if options.compare_bits:
         return _compare_bits(options.names or recording.NAMES)
     return _record(options.names, " ".join(options.reason.split()))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="a configuration or stored run; all by default"
-    )
-    parser.add_argument("--reason", default="", help="why values that exist are recorded again")
-    parser.add_argument("--compare-bits", action="store_true", help="compare, record nothing")
-    parser.add_argument("--store-runs", action="store_true", help="train the stored runs")
-    return parser
-
-
 def _run(names: list[str]) -> dict[str, Values]:
     """Run the configurations, all of which must come to their end."""
-    if unknown := set(names) - set(recording.NAMES):
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(recording.NAMES)}")
     with tempfile.TemporaryDirectory() as scratch:
         results = recording.run_and_read(names, Path(scratch))
-    if failed := {name: log for name, log in results.items() if isinstance(log, str)}:
-        sys.exit("\n".join(f"{name} failed: {log}" for name, log in failed.items()))
-    return {name: values for name, values in results.items() if not isinstance(values, str)}
+    if failed := [f"{name} failed: {log}" for name, log in results.items() if isinstance(log, str)]:
+        sys.exit("\n".join(failed))
+    return results
 
 
 def _record(names: list[str], reason: str) -> int:
@@ -86,14 +82,6 @@ def _largest(found: dict[str, float]) -> str:
         where = max(sizes, key=sizes.__getitem__)
         texts.append(f"{kind} differ by {sizes[where]:.1e} at most ({where})")
     return ", ".join(texts)
-
-
-def _store_runs() -> int:
-    if existing := [name for name in STORED_RUNS if (recording.STORED / name).exists()]:
-        sys.exit(f"{', '.join(existing)}: written by an earlier version, which is their purpose")
-    with tempfile.TemporaryDirectory() as scratch:
-        recording.store_runs(Path(scratch))
-    return 0
 
 
 if __name__ == "__main__":

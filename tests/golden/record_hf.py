@@ -46,10 +46,9 @@ def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
     """Give a model the weights that the names of its tensors in files stand for."""
     drawn = weights(shapes_of(model), is_gemma=is_gemma)
     # A selection bias of experts is a buffer.
-    buffers = {name: b for name, b in model.named_buffers() if name in drawn}
-    parameters = dict(model.named_parameters()) | buffers
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in drawn]
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in (*model.named_parameters(), *buffers):
             parameter.copy_(torch.from_numpy(_joined(name, drawn)))
     model.tie_weights()
 
@@ -82,7 +81,7 @@ def _joined(name: str, drawn: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]:
-    """Return the tokens after the prompt and their logits."""
+    """Return the tokens after the prompt, and their logits."""
     output = model.generate(
         torch.from_numpy(tokens()).long(),
         max_new_tokens=NUM_GENERATED,
@@ -151,12 +150,11 @@ def train() -> list[float]:
     """Return the losses of AdamW; matrices decay, norms do not."""
     model = model_of(TRAINED)
     parameters = [*model.parameters()]
-    decay = OPTIMIZER["weight_decay"]
+    matrices = {"params": [p for p in parameters if p.ndim > 1]}
+    norms = {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-        ],
+        [matrices, norms],
+        weight_decay=OPTIMIZER["weight_decay"],
         lr=OPTIMIZER["learning_rate"],
         betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]),
         eps=OPTIMIZER["eps"],
@@ -164,8 +162,7 @@ def train() -> list[float]:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
+        (loss := loss_of(model, step)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER["grad_clip_norm"])
         optimizer.step()
         losses.append(loss.item())
@@ -175,18 +172,12 @@ def train() -> list[float]:
 def record_training() -> None:
     """Write the losses of `train`, and of each first gradient its norm and its inner product."""
     gradients = gradients_of(model_of(TRAINED))
-    content = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "losses": train(),
-        "gradients": {
-            name: {
-                "norm": float(np.linalg.norm(g)),
-                "product": float((g * probe(name, g.shape)).sum()),
-            }
-            for name, g in gradients.items()
-        },
+    numbers = {
+        name: {"norm": np.linalg.norm(g).item(), "product": (g * probe(name, g.shape)).sum().item()}
+        for name, g in gradients.items()
     }
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    content = versions | {"losses": train(), "gradients": numbers}
     (GOLDEN / "training.json").write_text(json.dumps(content) + "\n")
     print(f"recorded training: losses {content['losses'][0]:.4f} to {content['losses'][-1]:.4f}")
 

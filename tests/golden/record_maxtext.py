@@ -25,37 +25,29 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import model_creation_utils
 
 # What says how MaxText runs, not what the model is
-RUN = {
-    "hardware": "cpu",
-    "skip_jax_distributed_system": True,
-    "jax_cache_dir": "",
-    "dataset_type": "synthetic",
-    "packing": False,
-    "steps": 3,
-    "learning_rate": 0.02,
-    "warmup_steps_fraction": 0,
-    "async_checkpointing": False,
-    "save_checkpoint_on_start": False,
-    "per_device_batch_size": 2,
-    "attention": "dot_product",
-    "enable_tensorboard": False,
-    "log_config": False,
-}
+RUN = (
+    "hardware=cpu skip_jax_distributed_system=True jax_cache_dir= dataset_type=synthetic "
+    "packing=False steps=3 learning_rate=0.02 warmup_steps_fraction=0 async_checkpointing=False "
+    "save_checkpoint_on_start=False per_device_batch_size=2 attention=dot_product "
+    "enable_tensorboard=False log_config=False"
+)
 
 
-def arguments(name: str, directory: str, **more: object) -> list[str]:
+def arguments(name: str, directory: str, *more: str) -> list[str]:
     """Return MaxText's command line of a case."""
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    values = {**COMMON, **CASES[name], **RUN, **more}
-    values |= {"run_name": name, "base_output_directory": directory}
-    return ["train", str(base), *(f"{key}={value}" for key, value in values.items())]
+    words = [f"{key}={value}" for key, value in {**COMMON, **CASES[name]}.items()]
+    place = (f"run_name={name}", f"base_output_directory={directory}")
+    return ["train", str(base), *words, *RUN.split(), *place, *more]
 
 
 def record(name: str, directory: str) -> None:
     """Train a case, copy its last step, and write the logits that MaxText has with it."""
     train.main(arguments(name, directory))
     written = Path(directory, name, "checkpoints", str(STEP))
-    config = pyconfig.initialize(arguments(name, directory, load_parameters_path=written / "items"))
+    config = pyconfig.initialize(
+        arguments(name, directory, f"load_parameters_path={written / 'items'}")
+    )
     model, mesh = model_creation_utils.from_pretrained(config)
     text = jnp.asarray(tokens())
     positions = jnp.broadcast_to(jnp.arange(text.shape[1]), text.shape)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from golden.configurations import CONFIGURATIONS, STEPS, STORED_RUNS
 from golden.runner import HERE, log_of, run_all
@@ -19,38 +19,22 @@ STORED_STEP, LAST_STORED_STEP = 4, 8
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax")
 
 
-class Recording(TypedDict):
-    """A file of values: where they come from, why each recording was made, and the values."""
-
-    machine: dict[str, str]
-    reasons: list[str]
-    values: Values
-
-
 def machine() -> dict[str, str]:
     """Describe what decides the last bits: the processor and the packages that compile."""
-    cpu = {"machine": platform.machine()}
     information = Path("/proc/cpuinfo")
     lines = information.read_text().split("\n\n")[0].splitlines() if information.exists() else []
     facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    for key in ("vendor_id", "cpu family", "model", "model name", "stepping"):
-        cpu[key] = facts.get(key, platform.processor())
-    flags = facts.get("flags", "").split()
-    cpu["vector flags"] = " ".join(
-        sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx")))
-    )
-    return cpu | {name: version(name) for name in _PACKAGES}
+    keys = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    flags = [f for f in facts.get("flags", "").split() if f.startswith(("avx", "fma", "amx"))]
+    cpu = {"machine": platform.machine()}
+    cpu |= {key: facts.get(key, platform.processor()) for key in keys}
+    return cpu | {"vector flags": " ".join(sorted(flags))} | {p: version(p) for p in _PACKAGES}
 
 
 def run_and_read(names: Iterable[str], directory: Path) -> dict[str, Values | str]:
-    """Run configurations and stored runs with the current code.
+    """Run configurations and stored runs with the current code, each in its own new directory.
 
-    Args:
-      names: from `NAMES`.
-      directory: empty; gets a directory for each run.
-
-    Returns:
-      name -> values, or what a run printed that did not come to its end.
+    Returns name -> values, or what a run printed that did not come to its end.
     """
     jobs = {}
     for name in names:
@@ -81,16 +65,13 @@ def store_runs(directory: Path) -> None:
     jobs = {name: _words(name, words) for name, words in STORED_RUNS.items()}
     run_all(jobs, directory)
     for name in jobs:
-        assert (directory / name / "checkpoints" / str(STORED_STEP)).exists(), log_of(
-            name, directory
-        )
-        shutil.copytree(
-            directory / name, STORED / name, ignore=shutil.ignore_patterns("tensorboard")
-        )
+        run, unread = directory / name, shutil.ignore_patterns("tensorboard")
+        assert (run / "checkpoints" / str(STORED_STEP)).exists(), log_of(name, directory)
+        shutil.copytree(run, STORED / name, ignore=unread)
 
 
-def load(name: str) -> Recording:
-    """Read the recording of a name."""
+def load(name: str) -> dict[str, Any]:
+    """Return the machine and packages of a recording, the reason of each time, and its values."""
     return json.loads((VALUES / f"{name}.json").read_text())
 
 
@@ -99,20 +80,16 @@ def save(name: str, values: Values, reason: str) -> None:
     file = VALUES / f"{name}.json"
     reasons = [*load(name)["reasons"], reason] if file.exists() else [reason]
     file.parent.mkdir(exist_ok=True)
-    file.write_text(_formatted(Recording(machine=machine(), reasons=reasons, values=values)))
+    # One step or array a line: a change of one is a change of one line.
+    tables = []
+    for kind, table in values.items():
+        lines = [f"      {json.dumps(key)}: {json.dumps(row)}" for key, row in table.items()]
+        tables.append(f'    "{kind}": {{\n' + ",\n".join(lines) + "\n    }")
+    head = json.dumps({"machine": machine(), "reasons": reasons}, indent=2).removesuffix("\n}")
+    file.write_text(head + ',\n  "values": {\n' + ",\n".join(tables) + "\n  }\n}\n")
 
 
 def tolerance(name: str) -> float:
     """Return the relative tolerance of a name on any machine."""
     is_bfloat16 = "model.dtype=bfloat16" in CONFIGURATIONS.get(name, "")
     return BFLOAT16_TOLERANCE if is_bfloat16 else TOLERANCE
-
-
-def _formatted(recording: Recording) -> str:
-    """Return JSON with one step or array a line: a change of one is a change of one line."""
-    tables = []
-    for name, table in recording["values"].items():
-        lines = [f"      {json.dumps(key)}: {json.dumps(row)}" for key, row in table.items()]
-        tables.append(f'    "{name}": {{\n' + ",\n".join(lines) + "\n    }")
-    head = json.dumps({"machine": recording["machine"], "reasons": recording["reasons"]}, indent=2)
-    return head.removesuffix("\n}") + ',\n  "values": {\n' + ",\n".join(tables) + "\n  }\n}\n"

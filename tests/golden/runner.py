@@ -18,7 +18,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TIMEOUT_SECONDS = 1200
 # What makes kernels quick takes most of the time and has no part in what is compared.
 XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 # Later versions end the process at a flag that they no longer have.
@@ -35,20 +34,15 @@ def run_all(jobs: Mapping[str, Sequence[str]], directory: Path) -> None:
     """
     file = directory / "jobs.json"
     file.write_text(json.dumps(jobs))
-    child = subprocess.run(
-        [sys.executable, __file__, str(file)],
-        cwd=directory,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    (directory / "runner.log").write_text(child.stdout + child.stderr)
+    command = [sys.executable, __file__, str(file)]
+    with (directory / "runner.log").open("w") as log:
+        subprocess.run(
+            command, cwd=directory, env=environment(), stdout=log, stderr=log, timeout=1200
+        )
 
 
 def log_of(name: str, directory: Path) -> str:
-    """Return the end of what a job printed, and of what the process around it printed."""
+    """Return the ends of what a job printed, and the process around it."""
     logs = [directory / f"{name}.log", directory / "runner.log"]
     return "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
 
@@ -76,11 +70,7 @@ def _run(words: Sequence[str]) -> None:
         traceback.print_exc()
 
 
-def _main() -> None:
+if __name__ == "__main__":
     for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
         with Path(f"{name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
             _run(words)
-
-
-if __name__ == "__main__":
-    _main()

@@ -10,39 +10,27 @@ from golden import record
 from golden.recording import NAMES, load, run_and_read, tolerance
 from golden.values import above, differences
 
-# Runs that CI adds: others have the same engine.
-SLOW = {
-    "circular_per_iteration",
-    "circular_once",
-    "circular_uneven",
-    "circular_outside_muon",
-    "gpipe_dropout",
-    "lockstep_1f1b_once",
-    "lockstep_1f1b_bfloat16",
-    "lockstep_1f1b_context",
-    "lockstep_zb_tensor",
-    "interleaved_1f1b_tied",
-    "zb_v_dropout",
+# Others, which CI adds, have the engine of one of these.
+QUICK = {
+    *("sequential", "circular_per_repeat", "lockstep_1f1b_experts", "1f1b_uneven"),
+    *("stored_scheduled", "stored_mpmd"),
 }
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Name -> values with the current code, of the names that are asked for in this session."""
-    items = [
-        item
-        for item in request.session.items
-        if item.path == Path(__file__) and hasattr(item, "callspec")
-    ]
-    names = {item.callspec.params["name"] for item in items}
-    return run_and_read(
-        [name for name in NAMES if name in names], tmp_path_factory.mktemp("golden")
-    )
+    items = [item for item in request.session.items if item.path == Path(__file__)]
+    names = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
+    directory = tmp_path_factory.mktemp("golden")
+    return run_and_read([name for name in NAMES if name in names], directory)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES]
-)
+def marks_of(name):
+    return [] if name in QUICK else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in NAMES])
 def test_run_gives_recorded_values(results, name):
     actual = results[name]
     assert not isinstance(actual, str), actual

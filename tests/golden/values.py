@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import ml_dtypes  # noqa: F401  gives NumPy the dtype bfloat16
 import numpy as np
@@ -17,54 +17,28 @@ BFLOAT16_TOLERANCE = 1e-2
 STATE_FACTOR = 10
 
 
-class Step(TypedDict):
-    """What `metrics.jsonl` says of a step."""
-
-    loss: float
-    grad_norm: float
-
-
-class Leaf(TypedDict):
-    """One array of a checkpoint.
-
-    `sum` and `norm` (L2) do not depend on the order of the elements; `projection`, the inner
-    product with cos(0), cos(1), ..., does. All three are computed in float64. `sha256` is cut to
-    16 digits.
-    """
-
-    shape: list[int]
-    dtype: str
-    sum: float
-    norm: float
-    projection: float
-    sha256: str
-
-
-class Values(TypedDict):
-    """The results of a run: its steps by number and the arrays of its last checkpoint by name."""
-
-    steps: dict[str, Step]
-    leaves: dict[str, Leaf]
+# The results of a run: "steps", by number, with loss and gradient norm as in `metrics.jsonl`, and
+# "leaves", the arrays of its last checkpoint by name, as `_describe` returns them.
+Values = dict[str, dict[str, Any]]
 
 
 def read_values(run: Path, first: int, last: int) -> Values:
     """Read the steps from `first` to `last` and the checkpoint of `last` from a run's directory.
 
-    Raises:
-      OSError, ValueError, KeyError: the run has not come so far.
+    Raises OSError, ValueError or KeyError if the run has not come so far.
     """
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {
-        row["step"]: Step(loss=row["loss"], grad_norm=row["grad_norm"])
+        str(row["step"]): {key: row[key] for key in ("loss", "grad_norm")}
         for row in rows
         if "loss" in row
     }
-    steps = {str(step): losses[step] for step in range(first, last + 1)}
     checkpoint = run / "checkpoints" / str(last)
     names = json.loads((checkpoint / "meta" / "metadata").read_text())["leaves"]
-    return Values(
-        steps=steps, leaves={name: _describe(_read(checkpoint, name)) for name in sorted(names)}
-    )
+    return {
+        "steps": {str(step): losses[str(step)] for step in range(first, last + 1)},
+        "leaves": {name: _describe(_read(checkpoint, name)) for name in sorted(names)},
+    }
 
 
 def _read(checkpoint: Path, name: str) -> np.ndarray:
@@ -73,25 +47,30 @@ def _read(checkpoint: Path, name: str) -> np.ndarray:
     return np.asarray(ts.open(spec, open=True, read=True).result().read().result())
 
 
-def _describe(array: np.ndarray) -> Leaf:
+def _describe(array: np.ndarray) -> dict[str, Any]:
+    """Return what is recorded of an array.
+
+    `sum` and `norm` (L2) do not depend on the order of the elements; `projection`, the inner
+    product with cos(0), cos(1), ..., does. All three are computed in float64. `sha256` is cut to
+    16 digits.
+    """
     flat = array.astype(np.float64).reshape(-1)
-    return Leaf(
-        shape=list(array.shape),
-        dtype=array.dtype.name,
-        sum=float(flat.sum()),
-        norm=float(np.sqrt(flat @ flat)),
-        projection=float(flat @ np.cos(np.arange(flat.size))),
-        sha256=hashlib.sha256(array.tobytes()).hexdigest()[:16],
-    )
+    return {
+        "shape": list(array.shape),
+        "dtype": array.dtype.name,
+        "sum": float(flat.sum()),
+        "norm": float(np.sqrt(flat @ flat)),
+        "projection": float(flat @ np.cos(np.arange(flat.size))),
+        "sha256": hashlib.sha256(array.tobytes()).hexdigest()[:16],
+    }
 
 
 def has_equal_bits(recorded: Values, actual: Values) -> bool:
-    """Whether losses, gradient norms and all arrays are the same to the bit."""
-    digests = [
-        {name: leaf["sha256"] for name, leaf in values["leaves"].items()}
-        for values in (recorded, actual)
+    """Return whether losses, gradient norms and all arrays are the same to the bit."""
+    bits = [
+        {name: leaf["sha256"] for name, leaf in v["leaves"].items()} for v in (recorded, actual)
     ]
-    return recorded["steps"] == actual["steps"] and digests[0] == digests[1]
+    return recorded["steps"] == actual["steps"] and bits[0] == bits[1]
 
 
 def differences(recorded: Values, actual: Values) -> dict[str, float]:
@@ -101,10 +80,11 @@ def differences(recorded: Values, actual: Values) -> dict[str, float]:
     dtype, another integer.
     """
     found: dict[str, float] = {}
-    for step in recorded["steps"].keys() | actual["steps"].keys():
-        found |= _of_steps(f"step {step}", recorded["steps"].get(step), actual["steps"].get(step))
-    for name in recorded["leaves"].keys() | actual["leaves"].keys():
-        found |= _of_leaves(name, recorded["leaves"].get(name), actual["leaves"].get(name))
+    for kind, compare in (("steps", _of_steps), ("leaves", _of_leaves)):
+        for name in recorded[kind].keys() | actual[kind].keys():
+            pair = recorded[kind].get(name), actual[kind].get(name)
+            key = f"step {name}" if kind == "steps" else name
+            found |= {f"{key} is missing": math.inf} if None in pair else compare(key, *pair)
     return found
 
 
@@ -119,17 +99,12 @@ def above(found: dict[str, float], tolerance: float) -> dict[str, float]:
     return {key: size for key, size in sorted(found.items()) if not size <= limits[key]}
 
 
-def _of_steps(name: str, recorded: Step | None, actual: Step | None) -> dict[str, float]:
-    if recorded is None or actual is None:
-        return {f"{name} is missing": math.inf}
-    pairs = {key: (recorded[key], actual[key]) for key in ("loss", "grad_norm")}
-    return {f"{name} {key}": _relative(a, b, abs(a)) for key, (a, b) in pairs.items()}
+def _of_steps(name: str, recorded: dict[str, Any], actual: dict[str, Any]) -> dict[str, float]:
+    return {f"{name} {k}": _relative(a, actual[k], abs(a)) for k, a in recorded.items()}
 
 
-def _of_leaves(name: str, recorded: Leaf | None, actual: Leaf | None) -> dict[str, float]:
-    if recorded is None or actual is None:
-        return {f"{name} is missing": math.inf}
-    if (recorded["shape"], recorded["dtype"]) != (actual["shape"], actual["dtype"]):
+def _of_leaves(name: str, recorded: dict[str, Any], actual: dict[str, Any]) -> dict[str, float]:
+    if any(recorded[key] != actual[key] for key in ("shape", "dtype")):
         return {f"{name} has another shape or dtype": math.inf}
     if "int" in recorded["dtype"] or recorded["dtype"] == "bool":
         return {name: 0.0 if recorded["sha256"] == actual["sha256"] else math.inf}
