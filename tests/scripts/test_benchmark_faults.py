@@ -17,41 +17,39 @@ report = load_script("benchmark/fault_report")
 soak = load_script("benchmark/fault_soak")
 
 
-def inject(directory, *words):
+def inject(directory, words):
     """Run the script; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "benchmark" / "faults.py", *words, f"--directory={directory}"],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
+    flags = re.findall(r"--.*?(?= --|$)", words)  # kinds of faults have spaces
+    command = [sys.executable, SCRIPTS / "benchmark" / "faults.py", f"--directory={directory}"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.slow
-def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
-    kinds = "SIGKILL,damaged checkpoint,lost memory"
-    words = ["--faults=3", "--processes=2", "--steps=400", "--deadline=60", "--seed=1"]
-    printed = inject(tmp_path / "runs", *words, f"--kinds={kinds}")
-    assert all(f"  {kind}, process " in printed for kind in kinds.split(","))
-    assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 1"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(
+            "--faults=3 --processes=2 --steps=400 --deadline=60 --seed=1 "
+            "--kinds=SIGKILL,damaged checkpoint,lost memory",
+            ["  SIGKILL, process ", "  damaged checkpoint, process ", "  lost memory, process "],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--faults=10 --processes=4 --deadline=40", [], marks=pytest.mark.grid),
+        pytest.param(
+            "--elastic --faults=3 --processes=2 --deadline=60 --seed=3 --per-run=3 "
+            "--kinds=lost host,SIGKILL",
+            ["\nlost host "],
+            marks=pytest.mark.grid,
+        ),
+    ],
+)
+def test_faults_leave_the_bits_or_losses_of_an_undisturbed_run(tmp_path, words, said):
+    printed = inject(tmp_path / "runs", words)
+    assert all(text in printed for text in said)
+    count = re.search(r"faults=(\d+)", words)[1]
+    assert printed.splitlines()[-1].startswith(f"sound: {count} faults in 1 runs, seed")
     assert not [*(tmp_path / "runs").glob("run-*")], "a sound run is kept"
-
-
-@pytest.mark.grid
-def test_faults_ten_of_all_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
-    printed = inject(tmp_path / "runs", "--faults=10", "--processes=4", "--deadline=40")
-    assert re.search(r"^sound: 10 faults in 1 runs", printed, re.MULTILINE), printed
-
-
-@pytest.mark.grid
-def test_faults_lost_hosts_leave_the_losses_of_an_undisturbed_run(tmp_path):
-    words = ["--elastic", "--faults=3", "--processes=2", "--deadline=60", "--seed=3"]
-    printed = inject(tmp_path / "runs", *words, "--per-run=3", "--kinds=lost host,SIGKILL")
-    assert re.search(r"^lost host +2 ", printed, re.MULTILINE), printed
-    assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 3"
 
 
 def test_draw_faults_has_kinds_and_moments_in_equal_shares():
@@ -66,41 +64,33 @@ def test_draw_faults_has_kinds_and_moments_in_equal_shares():
     assert runs != faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=4)
 
 
-LAST = "losses differ from step 2 on"
-NOT_ONCE = "metrics.jsonl has not every step once"
+def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path):
+    def write(name, losses):
+        (tmp_path / name).mkdir(exist_ok=True)
+        rows = [{"step": 1, "loss": 2.5}, *({"step": 2, "loss": loss} for loss in losses)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return tmp_path / name
 
-
-@pytest.mark.parametrize(
-    ("others", "resized", "problems"),
-    [
-        ([2.25], float("inf"), []),
-        ([], float("inf"), [NOT_ONCE]),
-        ([2.25, 2.25], float("inf"), [NOT_ONCE]),
-        ([2.250001], float("inf"), [LAST]),
+    whole, endless = write("whole", [2.25]), float("inf")
+    not_once, last = "metrics.jsonl has not every step once", "losses differ from step 2 on"
+    for losses, resized, problems in [
+        ([2.25], endless, []),
+        ([], endless, [not_once]),
+        ([2.25, 2.25], endless, [not_once]),
+        ([2.250001], endless, [last]),
         # Once the mesh has changed, rounding differs.
         ([2.25 * (1 + 5e-6)], 1, []),
-        ([2.25 * (1 + 5e-5)], 1, [LAST]),
-        ([2.25 * (1 + 5e-6)], 2, [LAST]),
-    ],
-)
-def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path, others, resized, problems):
-    for name, losses in (("whole", [2.25]), ("other", others)):
-        (tmp_path / name).mkdir()
-        rows = [(1, 2.5), *((2, loss) for loss in losses)]
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in rows]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    found = report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized)
-    assert found == problems
+        ([2.25 * (1 + 5e-5)], 1, [last]),
+        ([2.25 * (1 + 5e-6)], 2, [last]),
+    ]:
+        assert report.loss_differences(whole, write("other", losses), 2, resized) == problems
 
 
-def test_resized_after_is_the_first_step_at_which_the_mesh_changed():
+def test_resized_after_is_the_first_step_at_which_the_mesh_changed(capsys):
     line = "changed since step {}: mesh.ici.data {}\n"
     output = line.format(80, "2 -> 1") + line.format(40, "1 -> 2")
     assert faults._resized_after(output) == 40
     assert faults._resized_after("step 3/400") == float("inf")
-
-
-def test_lost_host_without_elastic_is_refused(capsys):
     with pytest.raises(SystemExit):
         faults.main(["--kinds=SIGKILL,lost host"])
     assert "'lost host' needs --elastic" in capsys.readouterr().err

@@ -39,18 +39,11 @@ ANSWERS = {
 @pytest.fixture
 def predict(monkeypatch, capsys):
     """Return a function of words that returns exit code, standard output and error."""
-    monkeypatch.setattr(
-        script,
-        "compiled",
-        lambda python, name: (
-            (None, "broken")
-            if name == "bad"
-            else (
-                REPORT | ANSWERS.get(name, {}),
-                "",
-            )
-        ),
-    )
+
+    def compiled(python, name):
+        return (None, "broken") if name == "bad" else (REPORT | ANSWERS.get(name, {}), "")
+
+    monkeypatch.setattr(script, "compiled", compiled)
 
     def _predict(*words):
         code = script.main(words)
@@ -81,14 +74,7 @@ def test_predict_names_rows_that_leave_out_what_others_hold_and_the_network(pred
     _, printed, _ = predict("first", "mpmd", "mpmd")
     remark = "unlike others, row 2 and row 3: without optimizer, the bubble is besides the parts"
     assert remark in printed
-    code, printed, _ = predict("slices")
-    assert code == 0
+    _, printed, _ = predict("slices")
     assert printed[-1].endswith(", DCN 6.25 GB/s")
-
-
-def test_what_cannot_be_run_is_an_error(capsys):
-    assert script.compiled("python", "x.yml 'a=2") == (None, "No closing quotation")
-    assert script.compiled("true", "x.yml") == (None, "")
     with pytest.raises(SystemExit):
         script.main(["x.yml", "--python", "/nonexistent"])
-    assert "--python /nonexistent: there is no such program" in capsys.readouterr().err

@@ -43,30 +43,26 @@ class Fakes:
         self.answer({})
 
     def add(self, name):
-        program = self.directory / name
         values = {"python": sys.executable, "notes": str(self.notes), "answers": str(self.answers)}
-        program.write_text(NOTES_AND_ANSWERS.format(**values))
-        program.chmod(0o755)
+        script(self.directory / name, NOTES_AND_ANSWERS.format(**values))
 
     def answer(self, answers):
         """Set {part of a call: answers in turn}; the last answer repeats."""
         self.answers.write_text(json.dumps(answers))
 
-    @property
-    def calls(self):
-        return [json.loads(line) for line in self.notes.read_text().splitlines()]
+    def calls(self, name):
+        """Return the calls of a command since the last time, without its name."""
+        calls = [json.loads(line) for line in self.notes.read_text().splitlines()]
+        self.notes.write_text("")
+        return [call[1:] for call in calls if call[0] == name]
 
     def run(self, *words, **environment):
         path = f"{self.directory}{os.pathsep}{os.environ['PATH']}"
+        inherited = {name: v for name, v in os.environ.items() if name != "PYTHON"}
+        own = {"PATH": path, "POLL_SECONDS": "0", "TMPDIR": str(self.directory)}
         return subprocess.run(
             list(map(str, words)),
-            env={
-                **{name: v for name, v in os.environ.items() if name != "PYTHON"},
-                "PATH": path,
-                "POLL_SECONDS": "0",
-                "TMPDIR": str(self.directory),
-                **environment,
-            },
+            env=inherited | own | environment,
             cwd=self.directory,
             capture_output=True,
             text=True,
@@ -79,15 +75,6 @@ def fakes(tmp_path):
     return Fakes(tmp_path)
 
 
-def words_of(line):
-    """Split a command as the scripts print it into its words."""
-    shown = line.removeprefix("+ ")
-    printed = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True
-    )
-    return printed.stdout.split("\0")[:-1]
-
-
 def script(path, *lines):
     """Write an executable file."""
     path.write_text("\n".join(lines) + "\n")
@@ -98,54 +85,52 @@ def script(path, *lines):
 class TestLocal:
     def test_local_starts_every_process_and_exits_with_the_code_of_supervisor_0(self, fakes):
         done = fakes.run(SCRIPTS / "local.sh", "--dry-run", "3", "a.yml", AWKWARD, PYTHON="python")
-        lines = done.stderr.splitlines()
-        assert len(lines) == 3
-        for index, line in enumerate(lines):
-            words = words_of(line)
+        for index, line in enumerate(done.stderr.splitlines(), start=0):
+            words = shlex.split(line.removeprefix("+ "))
             assert words[-3:] == ["maxpipe.train", "a.yml", AWKWARD]
-            assert f"JAX_PROCESS_ID={index}" in words
-            assert "JAX_NUM_PROCESSES=3" in words
+            assert {f"JAX_PROCESS_ID={index}", "JAX_NUM_PROCESSES=3"} <= {*words}
+        assert index == 2
         python = script(
             fakes.directory / "python",
             "#!/bin/bash",
             '[ "$1" = -c ] && echo 1 && exit',
             "c=($CODES); exit ${c[JAX_PROCESS_ID]}",
         )
-        for codes in ("0 0", "42 42", "134 137"):
+        for codes in ("0 0", "134 137"):
             done = fakes.run(SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(python))
             assert done.returncode == int(codes.split()[0]), done.stderr
         for words in ([], ["2"], ["0", "a.yml"], ["two", "a.yml"]):
             done = fakes.run(SCRIPTS / "local.sh", *words)
             assert (done.returncode, "usage: local.sh" in done.stderr) == (2, True), words
 
-    def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes):
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes, number):
         python = script(
             fakes.directory / "python",
             f"#!{sys.executable}",
-            "import os, signal, sys, time",
+            "import signal, sys, time",
             "if sys.argv[1] == '-c': sys.exit(print(1))",
             "def end(number, frame):",
             "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)",
-            "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(n, end)",
+            f"signal.signal({int(number)}, end)",
             "print('ready', flush=True); time.sleep(60)",
         )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            logs = fakes.directory / number.name  # the directory is made
-            with inherited(signal.SIGHUP, signal.SIG_DFL):
-                process = subprocess.Popen(
-                    [SCRIPTS / "local.sh", "2", "a.yml"],
-                    env={**os.environ, "PYTHON": str(python), "LOG_DIR": str(logs)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,
-                )
-            assert process.stdout.readline() == "ready\n"
-            until_written(log := logs / "local-1.log")
-            os.killpg(process.pid, number)  # as a terminal does
-            assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
-            assert log.read_text() == f"ready\ngot {int(number)}\n"
-            assert process.returncode == 75
+        logs = fakes.directory / "logs"  # which is made
+        with inherited(signal.SIGHUP, signal.SIG_DFL):
+            process = subprocess.Popen(
+                [SCRIPTS / "local.sh", "2", "a.yml"],
+                env={**os.environ, "PYTHON": str(python), "LOG_DIR": str(logs)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        assert process.stdout.readline() == "ready\n"
+        until_written(log := logs / "local-1.log")
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
+        assert log.read_text() == f"ready\ngot {int(number)}\n"
+        assert process.returncode == 75
 
 
 def until_written(file):
@@ -157,7 +142,6 @@ def until_written(file):
 
 class TestTpuVm:
     STATE = "state.state"
-    COUNT = "nodeCount"
 
     @pytest.fixture
     def tpu_vm(self, fakes):
@@ -166,11 +150,10 @@ class TestTpuVm:
         return lambda *words: fakes.run(SCRIPTS / "tpu_vm.sh", "--zone", "z1", *words)
 
     def commands(self, fakes):
-        """Return gcloud's calls besides `describe`, without `gcloud compute tpus`."""
-        assert all(
-            call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls
-        )
-        return [call[3:] for call in fakes.calls if "describe" not in call]
+        """Return gcloud's new calls besides `describe`, without `compute tpus`."""
+        calls = fakes.calls("gcloud")
+        assert all(call[:2] == ["compute", "tpus"] and "--zone" in call for call in calls)
+        return [call[2:] for call in calls if "describe" not in call]
 
     def test_resource_is_created_once_set_up_made_anew_after_preemption_and_deleted(
         self, fakes, tpu_vm
@@ -184,28 +167,25 @@ class TestTpuVm:
         for state, code, said in (("ACTIVE", 0, ""), ("FAILED", 2, "pod is FAILED")):
             fakes.answer({self.STATE: [state]})
             done = tpu_vm("create", "pod", "--type", "v5p-16")
-            assert done.returncode == code
-            assert said in done.stderr
+            assert (done.returncode, said in done.stderr) == (code, True)
         fakes.answer({})
         assert tpu_vm("delete", "another").returncode == 0
-        assert self.commands(fakes) == [call]
+        assert self.commands(fakes) == []
         # The others reach every worker of every slice.
-        fakes.notes.write_text("")
-        fakes.answer({self.COUNT: ["2"]})
+        fakes.answer({"nodeCount": ["2"]})
         fakes.add("git")
         assert tpu_vm("setup", "pod").returncode == 0
-        calls = [call[1:] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
+        calls = self.commands(fakes)
         nodes = ("pod-0", "pod-1")
-        reached = [(call[3], node) for call in calls for node in nodes if node in " ".join(call)]
+        reached = [(call[1], node) for call in calls for node in nodes if node in " ".join(call)]
         assert sorted(reached) == [(kind, node) for kind in ("scp", "ssh") for node in nodes]
         assert all("--worker=all" in call for call in calls)
         # A preempted one is made anew.
-        fakes.notes.write_text("")
         fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
         done = tpu_vm("resume", "pod", "--type", "v5p-16", "--", "a.yml")
         assert done.returncode == 0, done.stderr
-        calls = [call for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
-        assert [call[4] for call in calls] == ["delete", "create", "scp", "ssh", "ssh"]
+        kinds = [call[1] for call in self.commands(fakes)]
+        assert kinds == ["delete", "create", "scp", "ssh", "ssh"]
 
     def test_run_called_twice_starts_the_given_words_and_flags_once_and_status_says_how_it_is(
         self, fakes, tpu_vm, tmp_path, monkeypatch
@@ -223,13 +203,8 @@ class TestTpuVm:
             'printf "%s\\0" "$@" "$LIBTPU_INIT_ARGS" "$MAXPIPE_JOB" >>words',
             "echo . >>attempts; sleep 1; exit 7",
         )
-        outputs = [
-            subprocess.run(
-                ["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True
-            ).stdout
-            for _ in range(2)
-        ]
-        assert outputs == ["", "already running\n"]
+        for said in ("", "already running\n"):
+            assert subprocess.check_output(["bash", "-c", remote], cwd=worker, text=True) == said
         until_written(exit_code := worker / "maxpipe" / "exit_code")
         assert exit_code.read_text() == "7\n"
         assert (worker / "maxpipe" / "attempts").read_text() == ".\n"
@@ -240,7 +215,7 @@ class TestTpuVm:
         assert not list(tmp_path.rglob("pwned"))
 
         assert tpu_vm("status", "pod").returncode == 0
-        call = self.commands(fakes)[-1]
+        (call,) = self.commands(fakes)
         remote = ["bash", "-c", call[call.index("--command") + 1]]
         for files, said in (
             ({}, "not started"),
@@ -252,32 +227,26 @@ class TestTpuVm:
             (worker / "maxpipe" if files else worker).mkdir(parents=True)
             for name, text in files.items():
                 (worker / "maxpipe" / name).write_text(f"{text}\n")
-            done = subprocess.run(remote, cwd=worker, capture_output=True, text=True)
-            assert (done.stdout, done.stderr, done.returncode) == (f"{said}\n", "", 0)
-
-    MISTAKES = (
-        ("run pod", "what to train is missing"),
-        ("create pod", "--type is missing"),
-        ("create pod --type v9-8", "no default for --type v9-8"),
-        ("create pod;ls --type v4-8", "lower-case letters"),
-        ("create pod --slices x", "--slices is not a number"),
-        ("fly pod", "there is no command fly"),
-        ("create", "usage"),
-    )
+            assert subprocess.check_output(remote, cwd=worker, text=True) == f"{said}\n"
 
     def test_help_dry_runs_and_mistakes_call_nothing(self, fakes, tpu_vm):
-        done = tpu_vm("--help")
-        assert (done.returncode, "create NAME --zone" in done.stdout) == (0, True), done.stderr
+        assert "create NAME --zone" in tpu_vm("--help").stdout
         for action in ("create", "setup", "run", "status", "logs", "resume", "delete"):
             words = ("--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml")
             done = tpu_vm(action, "pod", *words)
             assert done.returncode == 0, done.stderr
             assert "+ gcloud compute tpus" in done.stderr
-        assert fakes.calls == []
-        for words, message in self.MISTAKES:
+        for words, message in (
+            ("run pod", "what to train is missing"),
+            ("create pod --type v9-8", "no default for --type v9-8"),
+            ("create pod;ls --type v4-8", "lower-case letters"),
+            ("create pod --slices x", "--slices is not a number"),
+            ("fly pod", "there is no command fly"),
+            ("create", "usage"),
+        ):
             done = tpu_vm(*words.split())
             assert (done.returncode, message in done.stderr) == (2, True), (words, done.stderr)
-        assert self.commands(fakes) == []
+        assert fakes.calls("gcloud") == []
 
 
 def test_slurm_job_is_requeued_after_retryable_codes_20_times_at_most(fakes):
@@ -294,19 +263,15 @@ def test_slurm_job_is_requeued_after_retryable_codes_20_times_at_most(fakes):
     done = job(0, "--dry-run", "a.yml")
     assert (done.returncode, "+ srun" in done.stderr) == (0, True)
     assert not out.exists()
-    for code, again in ((0, 0), (75, 1), (134, 1), (42, 0), (1, 0)):
-        fakes.notes.write_text("")
-        done = job(code, "a.yml", AWKWARD)
+    for code, restarts, again in ((0, 0, 0), (75, 0, 1), (134, 0, 1), (42, 0, 0), (75, 20, 0)):
+        done = job(code, "a.yml", AWKWARD, SLURM_RESTART_COUNT=str(restarts))
         assert done.returncode == code, done.stderr
-        assert fakes.calls == [["scontrol", "requeue", "9"]] * again
+        assert fakes.calls("scontrol") == [["requeue", "9"]] * again
         secret, *words = out.read_text().split("\0")[:-1]
         assert re.fullmatch("[0-9a-f]{64}", secret)
         assert words[:2] == ["-m", "maxpipe.supervise"]
         training = ["python", "-m", "maxpipe.train", "a.yml", AWKWARD]
         assert words[words.index("--") + 1 :] == training
-    fakes.notes.write_text("")
-    assert job(75, "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
-    assert fakes.calls == []
 
 
 JOB = shlex.split("run-1 --image i --accelerator tpu-v5p-slice --topology 2x2x4 --slices 2")

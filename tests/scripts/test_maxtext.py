@@ -20,12 +20,8 @@ predict = load_script("benchmark/predict_maxtext")
 
 def printing(line, times=3, code=0):
     """Return a command that prints `line` for each step and exits with `code`."""
-    return [
-        sys.executable,
-        "-u",
-        "-c",
-        f"import sys\nfor i in range({times}): print({line!r} % i)\nsys.exit({code})",
-    ]
+    program = f"import sys\nfor i in range({times}): print({line!r} % i)\nsys.exit({code})"
+    return [sys.executable, "-u", "-c", program]
 
 
 def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(capsys):
@@ -40,13 +36,8 @@ def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_fail
     for times, code in ((2, 0), (3, 1)):
         with pytest.raises(compared.Failed, match=rf"ended with {code}:\nstep 0/3"):
             compared.train("maxpipe", printing("step %d/3", times, code), steps=3)
-    # A Python without MaxText.
-    assert compared.main([sys.executable]) == 1
-    assert (
-        f"uv pip install --python {sys.executable} 'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
-    )
-    assert compared.main(["/nowhere/python"]) == 1
-    assert "cannot run /nowhere/python: No such file" in capsys.readouterr().err
+    assert compared.main([sys.executable]) == 1  # a Python without MaxText
+    assert "'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
 
 
 def test_tables_divide_maxtext_by_maxpipe():
@@ -55,11 +46,6 @@ def test_tables_divide_maxtext_by_maxpipe():
     table = compared.training_table({"fsdp": {"maxtext": [maxtext], "maxpipe": [maxpipe]}})
     row = table.splitlines()[-1]
     assert row == "| fsdp | 30 | 10 | 3.00 | 5 | 4 | 1.25 | 2 | 4 | 0.50 | 300 | 200 | 1.50 |"
-    sizes = {
-        "maxtext circular": {"argument": 2**20, "temp": 8 * 2**20},
-        "maxpipe": {"argument": 2**20, "temp": 2**22},
-    }
-    assert compared.memory_table(sizes).splitlines()[-1] == "| maxpipe | 1 | 4 | 2.00 |"
 
 
 def test_words_for_maxpipe_are_a_legal_configuration_of_16_layers():
@@ -86,18 +72,14 @@ def test_case_prints_rows_with_ratios_to_maxtext(monkeypatch, capsys):
     monkeypatch.setattr(predict, "report", report)
     peer = predict.Peer("python", "base.yml", {})
     assert predict.compare(peer, "fsdp").startswith("libtpu 0.0.46: v5p at 1.00 GHz")
-    assert [
-        line.split("|")[2:4] + line.split("|")[-3:-1]
-        for line in capsys.readouterr().out.splitlines()
-    ] == [
-        [" MaxText ", " 0.4 ", " 5 ", " 1.000 "],
-        [" MaxText, minimal, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
-        [" sequential ", " 0.3 ", " 5 ", " 0.750 "],
-        [" sequential, minimal ", " 0.2 ", " 5 ", " 0.500 "],
-        [" sequential, save_dot_except_mlp, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
-        [" sequential, minimal, unrolled ", " 0.2 ", " 5 ", " 0.500 "],
-        [" sequential, none, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [" ".join((*row[1:3], *row[-2:])) for row in rows[:4]] == [
+        "MaxText 0.4 5 1.000 |",
+        "MaxText, minimal, unrolled 0.3 5 0.750 |",
+        "sequential 0.3 5 0.750 |",
+        "sequential, minimal 0.2 5 0.500 |",
     ]
+    assert len(rows) == 7
     (_, theirs), _, (_, ours), *_ = commands
     assert theirs[1:3] == [predict.__file__, "--inside"]
     assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
@@ -130,10 +112,3 @@ def test_program_compiled_inside_is_walked_and_reported(monkeypatch, tmp_path):
     content = json.loads(file.read_text())
     assert content["memory"] == {"temp_bytes": 7}
     assert content["predicted_step_seconds"] == expected  # of the longest program
-
-
-def test_command_without_a_report_fails_with_its_output(tmp_path, monkeypatch):
-    ended = SimpleNamespace(returncode=2, stdout="no such key\n", stderr="")
-    monkeypatch.setattr(predict.subprocess, "run", lambda *a, **k: ended)
-    with pytest.raises(predict.Failed, match=r"ended with 2:\nno such key"):
-        predict.report("maxtext", ["python"], tmp_path / "report.json")

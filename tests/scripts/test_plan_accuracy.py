@@ -18,7 +18,7 @@ PROOF = Proof(2.0**30, 0.25, True, "", 1.0)
 def run(monkeypatch, capsys):
     """run(words): run the script; return what it printed."""
 
-    def _run(*words: str) -> str:
+    def _run(*words):
         monkeypatch.setattr(sys, "argv", ["x", str(BASE), "data.sequence_length=64", *words])
         script.main()
         return capsys.readouterr().out
@@ -27,9 +27,9 @@ def run(monkeypatch, capsys):
 
 
 def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(run, tmp_path, monkeypatch):
-    compiled: list[str] = []
+    compiled = []
 
-    def compile_configuration(text: str, note: object) -> Proof:
+    def compile_configuration(text, note):
         if len(compiled) == 2:
             raise KeyboardInterrupt
         compiled.append(text)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(run, tmp_path
 def test_as_many_candidates_are_drawn_of_each_engine_if_asked_for(run, monkeypatch):
     monkeypatch.setattr(script, "compile_configuration", lambda text, note: PROOF)
 
-    def drawn(*more: str) -> tuple[int, int]:
+    def drawn(*more):
         rows = run("--topology", "v6e:2x2", "--count", "8", *more).splitlines()
         rows = [row for row in rows if " M=" in row]
         return sum("sequential" in row for row in rows), sum("lockstep_" in row for row in rows)
