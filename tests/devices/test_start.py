@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.elastic import Hosts
-from maxpipe.devices.cluster import WHOLE, whole_variable
+from maxpipe.devices.cluster import CLUSTER_VARIABLES, WHOLE, whole_variable
 from maxpipe.devices.start import (
     NO_MACHINE,
     check_platforms,
@@ -25,6 +25,11 @@ from maxpipe.devices.start import (
     start_processes,
 )
 
+FOUR = {
+    "JAX_COORDINATOR_ADDRESS": "host:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
 
 
@@ -33,17 +38,8 @@ class TestStartOfProcesses:
     def started(self, monkeypatch):
         """The arguments of `jax.distributed.initialize`, in an environment that says nothing."""
         calls = []
-        for name in (
-            "JAX_COORDINATOR_ADDRESS",
-            "JAX_NUM_PROCESSES",
-            "JAX_PROCESS_ID",
-            "TPU_WORKER_HOSTNAMES",
-            "SLURM_NTASKS",
-            "SLURM_PROCID",
-            "MEGASCALE_COORDINATOR_ADDRESS",
-            "OMPI_MCA_orte_hnp_uri",
-            "MAXPIPE_DISTRIBUTED",
-        ):
+        others = ("TPU_WORKER_HOSTNAMES", "SLURM_NTASKS", "SLURM_PROCID", "MAXPIPE_DISTRIBUTED")
+        for name in (*FOUR, *others, *CLUSTER_VARIABLES):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(
             jax.distributed, "initialize", lambda *args, **timeouts: calls.append((*args, timeouts))
@@ -53,16 +49,14 @@ class TestStartOfProcesses:
     def test_start_processes_with_explicit_variables_passes_them(self, started, monkeypatch):
         start_processes(30)
         assert started == []
-        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
-        monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-        monkeypatch.setenv("JAX_PROCESS_ID", "3")
+        for name, value in FOUR.items():
+            monkeypatch.setenv(name, value)
         start_processes(30)
         assert started == [("host:1234", 4, 3, TIMEOUTS)]
 
     def test_start_jax_refuses_parts_of_stages_before_waiting(self, started, monkeypatch):
-        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
-        monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-        monkeypatch.setenv("JAX_PROCESS_ID", "3")
+        for name, value in FOUR.items():
+            monkeypatch.setenv(name, value)
         config = replace(Config(), **{"pipeline.schedule": "1f1b", "mesh.ici.stage": 3})
         with pytest.raises(ConfigError, match=r"mesh\.ici\.stage: 3 stages do not fit 4 processes"):
             start_jax(config)
@@ -157,11 +151,8 @@ def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
 class TestCompileCache:
     @pytest.fixture(autouse=True)
     def _settings(self):
-        names = (
-            "enable_compilation_cache",
-            "compilation_cache_dir",
-            "persistent_cache_min_compile_time_secs",
-        )
+        names = ("enable_compilation_cache", "compilation_cache_dir")
+        names += ("persistent_cache_min_compile_time_secs",)
         before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
         yield
         for name, value in before.items():

@@ -16,14 +16,8 @@ from maxpipe.devices.chips import CHIPS, short_name
 from maxpipe.devices.xla_flags import RECOMMENDED, added_to, advice, names_in
 
 # A JAX device kind of every chip in the table.
-KINDS = {
-    "v4": "TPU v4",
-    "v5e": "TPU v5 lite",
-    "v5p": "TPU v5",
-    "v6e": "TPU v6 lite",
-    "tpu7x": "TPU7x",
-    "gpu": "NVIDIA L4",
-}
+KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+KINDS |= {"tpu7x": "TPU7x", "gpu": "NVIDIA L4"}
 SLICES = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 DEVICES = {
     name: SimpleNamespace(device_kind=kind, platform="gpu" if name == "gpu" else "tpu")
