@@ -38,8 +38,7 @@ class Family:
       model_type, architecture: the type's values of these keys in config.json.
       defaults: the type's values of keys that config.json leaves out, except for rotations.
       fixed: values of `model.*` that hold for every model of the type.
-      theta, theta_local: default bases of the rotation; local layers have one of their own if
-        `theta_local` is not 0.
+      theta, theta_local: default bases of the rotation; 0 if local layers have none of their own.
       windows: "none"; "all" where the layers are alike, with a window or without; "listed" where
         config.json lists the kind of each layer.
       activation_key: the key that names the MLP's activation.

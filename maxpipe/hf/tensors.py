@@ -22,33 +22,18 @@ from maxpipe.model.program import ModelProgram
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter's tensor is called and laid out.
-
-    Attributes:
-      path: path of the parameter.
-      template: name of the tensor, with {layer} for the layer's index in model order, and {expert}
-        where each expert has a tensor of its own.
-      sizes: size in the file of each letter; only a padded vocabulary is larger in the model.
-      tensor_letters: letters of each dimension of the tensor.
-      letters: letter of each dimension of one layer's parameter, without the experts' dimension.
-      rows: first row of the parameter, and number of rows of the tensor; None if it has them all.
-      columns: first index of the parameter in the tensor's last dimension, and the stride; (0, 1)
-        if it has all indices.
-      experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
-      first_layer: index in the file of a layer parameter's first layer.
-      dtype: dtype of the tensor if it is fixed; None if the export decides it.
-    """
+    """How one parameter's tensor is called and laid out."""
 
     path: Path
-    template: str
-    sizes: tuple[tuple[str, int], ...]
-    tensor_letters: tuple[tuple[str, ...], ...]
-    letters: tuple[str, ...]
-    rows: tuple[int, int] | None = None
-    columns: tuple[int, int] = (0, 1)
-    experts: int = 0
-    first_layer: int = 0
-    dtype: np.dtype | None = None
+    template: str  # name, with {layer}, and {expert} where each expert has a tensor of its own
+    sizes: tuple[tuple[str, int], ...]  # of letters, in the file; a vocabulary may be padded
+    tensor_letters: tuple[tuple[str, ...], ...]  # of each dimension of the tensor
+    letters: tuple[str, ...]  # of each dimension of one layer's parameter, without experts
+    rows: tuple[int, int] | None = None  # first row, and rows of the tensor; None if it has all
+    columns: tuple[int, int] = (0, 1)  # first index in the tensor's last dimension, and stride
+    experts: int = 0  # size of the parameter's first dimension, if each expert has a tensor
+    first_layer: int = 0  # index in the file of the first layer
+    dtype: np.dtype | None = None  # of the tensor, if it is fixed
 
     @property
     def is_layer(self) -> bool:

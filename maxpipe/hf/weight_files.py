@@ -56,10 +56,9 @@ def new_folder(target: Path, flag: str) -> Iterator[Path]:
 def plan_files(
     rules: Sequence[Rule], num_layers: int, dtype: np.dtype, file_bytes: int
 ) -> list[TensorFile]:
-    """Distribute tensors over files, layers one after another.
+    """Distribute tensors over files of at most `file_bytes`, unless a single tensor is larger.
 
-    Files have at most `file_bytes`, unless a single tensor is larger. `num_layers` counts stacked
-    layers, and `dtype` is that of tensors whose rules name no other.
+    `num_layers` counts stacked layers; `dtype` is that of tensors whose rules name no other.
     """
     entries = {
         name: Entry(rule.dtype or dtype, rule.tensor_shape)

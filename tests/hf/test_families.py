@@ -75,7 +75,6 @@ def test_kinds_of_layers_follow_the_rule_of_the_type_where_none_are_listed():
 
 
 def test_keys_that_are_absent_have_the_defaults_of_the_type():
-    """The text part of Gemma 3 4B, as its file on the hub has it."""
     c = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

@@ -145,7 +145,6 @@ def test_tensor_that_is_not_finite_is_named_with_its_file(folder):
 
 
 def test_head_that_is_not_the_table_is_untied_and_said(folder):
-    """As in transformers 5; a run that is tied by its configuration is refused."""
     path = folder()
     tied = config_of(path, "mesh.ici.fsdp=4")
     stored = read_folder(LocalFolder(path))
@@ -193,7 +192,6 @@ def full_disk(*arguments):
 
 
 def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, monkeypatch):
-    """A step with a learning rate of 0 and without weight decay leaves every bit."""
     path = folder()
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
     words += [f"model.from_hf={path}", f"init_from=hf:{path}", "steps=1"]
@@ -251,13 +249,6 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     assert train.main(last_words([command("")[0], *words, "steps=2"])) == 0
     said = f"init_from=hf:{path} is not read: the run continues"
     assert said in capsys.readouterr().out
-
-
-def test_flags_of_a_folder_are_refused_for_one_file(capsys):
-    with pytest.raises(SystemExit) as caught:
-        export_command.main(["runs/x", "--safetensors", "x.safetensors", "--type", "llama"])
-    assert caught.value.code == 2
-    assert "--type and --file-size are for --hf" in capsys.readouterr().err
 
 
 def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path):

@@ -108,7 +108,6 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(
     "name", [pytest.param(n, marks=[] if n == FIRST else [pytest.mark.slow]) for n in CASES]
 )
 def test_command_writes_what_transformers_writes(name, tmp_path, capsys, transformers, record_hf):
-    """Greedy text of 64 tokens from the same prompt; the end of document ends it on both sides."""
     folder = tmp_path / "model"
     model = record_hf.model_of(name)
     model.save_pretrained(folder)
@@ -135,7 +134,6 @@ def test_recorded_training_is_that_of_the_installed_versions(record_hf):
 
 
 def test_every_gradient_is_that_of_torch(record_hf):
-    """Element by element, as a share of the largest of its tensor."""
     _, gradients = gradients_of(TRAINED, *batch(0))
     expected = record_hf.gradients_of(record_hf.model_of(TRAINED))
     assert gradients.keys() == expected.keys()
