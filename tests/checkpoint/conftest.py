@@ -120,8 +120,7 @@ def objects(store, mirror_url):
 
 
 @functools.cache
-def _store():
-    """Return one store for all tests, because it takes longer to make than to use."""
+def _store():  # it takes longer to make than to use
     return open_store("s3://", "checkpoint.mirror")
 
 
@@ -132,14 +131,8 @@ def start(directory, mirror_url, store, messages):
 
     def _start(**settings):
         settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
-        made.append(
-            Checkpointer(
-                directory,
-                settings,
-                mirror=Mirror(mirror_url, store, settings.mirror_deadline_seconds),
-                log=messages.append,
-            )
-        )
+        mirror = Mirror(mirror_url, store, settings.mirror_deadline_seconds)
+        made.append(Checkpointer(directory, settings, mirror=mirror, log=messages.append))
         return made[-1]
 
     yield _start

@@ -71,22 +71,14 @@ def test_steps_of_other_models_have_no_mean(directories, samples, tmp_path):
     checkpointer.close()
     with pytest.raises(CheckpointMismatch, match=r"params\.scale: bfloat16\[33\]"):
         ParameterReader([directories[0], tmp_path / "other" / "40"])
-    target = samples.abstract(state)["params"]
-    with pytest.raises(CheckpointMismatch, match=r"bfloat16\[3\] in this run"):
-        read_parameters(directories, target)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """Return a run with three checkpoints, made on two stages."""
     directory = tmp_path_factory.mktemp("runs")
-    words = (
-        "mesh.simulated_devices=0",
-        "mesh.ici.stage=2",
-        "mesh.ici.fsdp=4",
-        "steps=3",
-    )
-    assert train.main(command(directory, *words, "checkpoint.every=1")) == 0
+    words = "mesh.simulated_devices=0 mesh.ici.stage=2 mesh.ici.fsdp=4 steps=3 checkpoint.every=1"
+    assert train.main(command(directory, *words.split())) == 0
     return directory / "base"
 
 

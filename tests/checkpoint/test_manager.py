@@ -84,9 +84,8 @@ def test_due_every_10_skips_step_just_restored(checkpointer, samples):
 
 def test_due_every_minutes_counts_from_last_save(directory, samples):
     now = [0.0]
-    checkpointer = Checkpointer(
-        directory, CheckpointConfig(every=10, every_minutes=2), clock=lambda: now[0]
-    )
+    settings = CheckpointConfig(every=10, every_minutes=2)
+    checkpointer = Checkpointer(directory, settings, clock=lambda: now[0])
     now[0] = 119
     assert [step for step in range(1, 12) if checkpointer.due(step)] == [10]
     samples.save(checkpointer, 10)
@@ -97,8 +96,6 @@ def test_due_every_minutes_counts_from_last_save(directory, samples):
     assert checkpointer.due(15)  # until it has been saved
     samples.save(checkpointer, 15)
     assert not checkpointer.due(16)
-    now[0] = 1000
-    assert not checkpointer.due(15)
     checkpointer.close()
 
 
@@ -264,12 +261,3 @@ def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatc
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     assert checkpointer.steps() == [10, 20]
-
-
-def test_save_longer_than_the_grace_period_warns_once(directory, samples, messages):
-    """It is compared with the time from the start of a save to its commit."""
-    settings = CheckpointConfig(grace_seconds=1e-9)
-    checkpointer = Checkpointer(directory, settings, log=messages.append)
-    samples.save(checkpointer, 1, 2)
-    checkpointer.close()
-    assert ["longer than checkpoint.grace_seconds allows" in line for line in messages] == [True]

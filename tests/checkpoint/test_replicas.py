@@ -77,7 +77,7 @@ def test_checkpointer_restores_the_newest_replica_to_the_bit(start, samples, rep
     assert again.steps() == [10, 20]
 
 
-def test_checkpointer_prefers_a_newer_step_on_disk(start, samples, replicate):
+def test_checkpointer_reads_the_disk_if_it_is_newer_or_asked_for(start, samples, replicate, memory):
     checkpointer = start()
     replicate(checkpointer, 5)
     samples.save(checkpointer, 10)
@@ -85,6 +85,10 @@ def test_checkpointer_prefers_a_newer_step_on_disk(start, samples, replicate):
     again = start()
     samples.assert_restored(again.restore(samples.abstract(samples.state(10))), 10)
     assert again.saved_step == 10
+    replicate(again, 15)
+    again = start()
+    samples.assert_restored(again.restore(samples.abstract(samples.state(10)), 10), 10)
+    assert "15" not in steps_in(memory), "the run is about to repeat it"
 
 
 @pytest.mark.parametrize("saved", [10, 15], ids=["older", "as new"])
@@ -119,27 +123,14 @@ def test_checkpointer_with_damaged_replicas_reads_the_one_before_or_says_so(
     assert again.resumable() == []
 
 
-def test_checkpointer_asked_for_a_step_reads_the_disk_and_drops_later_replicas(
-    start, samples, replicate, memory
+def test_replicas_keep_two_and_forget_what_is_unfinished_or_of_another_run(
+    start, replicate, memory, tmp_path
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10)
-    replicate(checkpointer, 15)
-    again = start()
-    samples.assert_restored(again.restore(samples.abstract(samples.state(10)), 10), 10)
-    assert steps_in(memory) == []
-
-
-def test_replicas_keep_two_and_forget_what_was_not_finished(start, replicate, memory):
     replicate(start(), 5, 10, 15)
     assert steps_in(memory) == ["10", "15"]
     (next(memory.glob("*")) / "20.unfinished").mkdir()
     assert start().resumable() == [10, 15]
     assert steps_in(memory) == ["10", "15"]
-
-
-def test_replicas_of_another_run_are_removed(start, replicate, tmp_path, memory):
-    replicate(start(), 5)
     assert start(run=tmp_path / "other").resumable() == []
     assert steps_in(memory) == [], "they would count as free, and be in the way"
 
@@ -151,32 +142,22 @@ def test_replicas_wait_for_a_partner_that_has_not_copied_the_newest(
     replicate(checkpointer, 5, 10)
     (run,) = memory.iterdir()
     copied = memory.parent / "copied"
-    for names, written in (
-        ([], ["10", "15"]),  # a new partner holds up nothing
-        ([f"{run.name}/10"], ["10", "15"]),
-        ([f"{run.name}/10"], ["10", "15"]),
-        ([f"{run.name}/10", f"{run.name}/15"], ["15", "30"]),
+    older, newer = f"{run.name}/10", f"{run.name}/15"
+    for names, step, written in (
+        ([], 15, ["10", "15"]),  # a new partner holds up nothing
+        ([older], 20, ["10", "15"]),
+        ([older], 20, ["10", "15"]),
+        ([older, newer], 30, ["15", "30"]),
     ):
         copied.write_text(json.dumps(names))
-        step = 15 if not names else 20 if len(names) == 1 else 30
         replicate(checkpointer, step)
         assert steps_in(memory) == written
+    copied.write_text('["1')  # of a partner that is lost while its list is read
+    replicate(checkpointer, 35)
+    assert steps_in(memory) == ["30", "35"]
     assert messages == [
         "the last replica in memory is still being copied to a partner; none is begun"
     ]
-
-
-def test_replicas_whose_partner_is_lost_while_its_list_is_read_go_on(
-    start, replicate, memory, messages
-):
-    checkpointer = start()
-    replicate(checkpointer, 5)
-    (memory.parent / "copied").write_text('["1')
-    replicate(checkpointer, 10)
-    (memory.parent / "copied").unlink()
-    replicate(checkpointer, 15)
-    assert steps_in(memory) == ["10", "15"]
-    assert messages == []
 
 
 def test_replica_that_cannot_be_written_is_reported_and_the_one_before_stays(

@@ -62,14 +62,12 @@ def test_step_since_is_the_newest_one_if_an_earlier_attempt_has_written_it():
     ]:
         assert since(metas) is None
 
-
-def test_step_since_without_a_job_or_with_the_newest_step_reads_no_record():
+    unreadable = {20: CheckpointUnreadable("runs/a/20", "no permission")}
+    assert since(unreadable, job=("", 0)) is None  # without a job no record is read
     assert followed("auto", ("job", 2)) == followed("must", ("job", 2)) == {}
-    metas = {20: CheckpointUnreadable("runs/a/20", "no permission")}
-    assert since(metas, job=("", 0)) is None
-    assert since(metas, resume="auto") is None
+    assert since(unreadable, resume="auto") is None
     with pytest.raises(CheckpointUnreadable):
-        since(metas)
+        since(unreadable)
 
 
 @pytest.fixture

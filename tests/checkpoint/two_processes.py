@@ -30,15 +30,18 @@ from maxpipe.config import CheckpointConfig  # noqa: E402
 from maxpipe.devices import processes  # noqa: E402
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
-TARGET = {
-    "split": jax.ShapeDtypeStruct(
-        (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))
-    ),
-    "copied": jax.ShapeDtypeStruct(
-        (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))
-    ),
-    "host": jax.ShapeDtypeStruct((8, 6), np.float32),
-}
+
+
+def abstract(split, copied):
+    """Return an abstract state whose arrays of devices have these shardings."""
+    shardings = [NamedSharding(MESH, PartitionSpec(*spec)) for spec in (split, copied)]
+    return {
+        name: jax.ShapeDtypeStruct((8, 6), np.float32, sharding=sharding)
+        for name, sharding in zip(("split", "copied", "host"), (*shardings, None), strict=True)
+    }
+
+
+TARGET = abstract(("b", None), (None, "a"))
 
 
 def place(array, *spec):
@@ -68,24 +71,9 @@ def check(restored, step):
     assert restored.meta == {"step": step}
     assert np.array_equal(restored.iterator, np.arange(12).reshape(4, 3) + step * 2**40)
     for name, leaf in restored.state.items():
-        whole = (
-            multihost_utils.process_allgather(leaf, tiled=True)
-            if isinstance(leaf, jax.Array)
-            else leaf
-        )
+        is_local = not isinstance(leaf, jax.Array)
+        whole = leaf if is_local else multihost_utils.process_allgather(leaf, tiled=True)
         assert np.array_equal(whole, numbers(step)), name
-
-
-def fail_to_read(step_directory):
-    """Make this process alone unable to read the arrays of one step."""
-    load = reader.load
-
-    def failing(directory, *arguments):
-        if directory == step_directory:
-            raise ValueError("DATA_LOSS: as if")
-        return load(directory, *arguments)
-
-    reader.load = failing
 
 
 def ask_the_clock_of_the_first():
@@ -149,68 +137,57 @@ def go_on_from_the_mirror(url):
     checkpointer.close()
     lose(DIRECTORY)
     download = Mirror.download
-    Mirror.download = fail_for_the_newest(download)
+
+    def failing(mirror, step, directory):
+        if step == 4:
+            raise CheckpointDamaged("4", "as if")
+        download(mirror, step, directory)
+
+    Mirror.download = failing
     check(start().restore(TARGET), 3)
-    Mirror.download = download
     print("done")
+
+
+def start_with_replicas(directory, memory, messages):
+    replicas = Replicas(memory, directory, 5)
+    return Checkpointer(directory, CheckpointConfig(), replicas=replicas, log=messages.append)
 
 
 def forget_what_one_could_not_write(directory):
     """A process that has no room for replicas does not let those of the other one grow."""
-    memory = DIRECTORY.parent / f"full-{INDEX}"
-    messages = []
-    checkpointer = Checkpointer(
-        directory,
-        CheckpointConfig(),
-        replicas=Replicas(memory, directory, 5),
-        log=messages.append,
-    )
+    memory, messages = DIRECTORY.parent / f"full-{INDEX}", []
+    checkpointer = start_with_replicas(directory, memory, messages)
     write_shards = replicas.write_shards
-    save(checkpointer, 5, checkpointer.replicate)
-    checkpointer.close()
-    if INDEX == 1:
-        replicas.write_shards = fail_for_want_of_room
-    for step in (10, 15, 20):
-        save(checkpointer, step, checkpointer.replicate)
-    checkpointer.close()
-    multihost_utils.sync_global_devices("no room")
-    here = sorted(path.name for path in memory.glob("*/*"))
+
+    def fail(database, arrays):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def replicate(*steps):
+        for step in steps:
+            save(checkpointer, step, checkpointer.replicate)
+        checkpointer.close()
+        multihost_utils.sync_global_devices("replicated")
+        return sorted(path.name for path in memory.glob("*/*"))
+
+    replicate(5)
+    replicas.write_shards = fail if INDEX == 1 else write_shards
+    here = replicate(10, 15, 20)
     assert here == (["20", "5"] if INDEX == 0 else ["5"]), here
     replicas.write_shards = write_shards
-    save(checkpointer, 25, checkpointer.replicate)
-    checkpointer.close()
-    assert sorted(path.name for path in memory.glob("*/*")) == ["25", "5"]
+    assert replicate(25) == ["25", "5"]
     failed = "the last replica in memory could not be written: "
     no_room = f"{failed}process 1: OSError: [Errno 28] No space left on device"
     assert messages == ([no_room] * 3 if INDEX == 0 else []), messages
 
 
-def fail_for_want_of_room(database, arrays):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def restore_what_both_have_in_memory(directory):
     """Each process has a memory of its own, and what is damaged in one is so for both."""
-    memory = DIRECTORY.parent / f"memory-{INDEX}"
-    target = {
-        "split": jax.ShapeDtypeStruct(
-            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("a", "b"))
-        ),
-        "copied": jax.ShapeDtypeStruct(
-            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec())
-        ),
-        "host": jax.ShapeDtypeStruct((8, 6), np.float32),
-    }
-    messages = []
+    memory, messages = DIRECTORY.parent / f"memory-{INDEX}", []
+    target = abstract(("a", "b"), ())
 
     def start():
         multihost_utils.sync_global_devices("start")
-        return Checkpointer(
-            directory,
-            CheckpointConfig(),
-            replicas=Replicas(memory, directory, 5),
-            log=messages.append,
-        )
+        return start_with_replicas(directory, memory, messages)
 
     checkpointer = start()
     save(checkpointer, 1, checkpointer.save)
@@ -249,15 +226,6 @@ def restore_what_both_have_in_memory(directory):
     assert again.resumable() == [1]
 
 
-def fail_for_the_newest(download):
-    def failing(mirror, step, directory):
-        if step == 4:
-            raise CheckpointDamaged("4", "as if")
-        download(mirror, step, directory)
-
-    return failing
-
-
 def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
@@ -279,8 +247,14 @@ def main():
     checkpointer.close()
     assert checkpointer.steps() == [2, 3]
     check(checkpointer.restore(TARGET, step=3), 3)
-    if INDEX == 1:
-        fail_to_read(DIRECTORY / "3")
+    load = reader.load
+
+    def failing(directory, *arguments):
+        if INDEX == 1 and directory == DIRECTORY / "3":
+            raise ValueError("DATA_LOSS: as if")
+        return load(directory, *arguments)
+
+    reader.load = failing
     check(checkpointer.restore(TARGET), 2)
     assert checkpointer.steps() == [2]
     print("done")

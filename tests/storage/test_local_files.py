@@ -43,13 +43,12 @@ def test_file_whose_contents_cannot_be_made_stays_and_leaves_nothing(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"old")
 
-    def pieces(error):
+    def pieces():
         yield b"new"
-        raise error
+        raise KeyboardInterrupt
 
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error):
-            write_atomically(path, pieces(error))
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, pieces())
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, b"old")]
 
 
@@ -94,17 +93,14 @@ def test_unpacked_copies_again_only_if_changed(tmp_path, capsys):
 
 
 def test_local_copy_that_a_signal_ends_leaves_nothing(tmp_path):
-    left = []
-
     def write(file):
         file.write(b"a part")
         for act in last_acts:  # which a signal's handler calls before it ends the process
             act()
-        left.extend(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) == []
 
     with pytest.raises(ConfigError):
         local_copy("a.gz", 0, ".jsonl", str(tmp_path), write)
-    assert left == []
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".XZ"])
@@ -120,7 +116,7 @@ def test_unpacked_stops_at_the_limit_in_little_memory(tmp_path, ending):
     assert list(cache.iterdir()) == []
 
 
-def test_unpacked_counts_the_copies_that_are_there(tmp_path):
+def test_unpacked_counts_the_copies_that_are_there_and_names_an_unusable_cache(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(name.encode() * 60))
     cache = str(tmp_path / "cache")
@@ -128,13 +124,8 @@ def test_unpacked_counts_the_copies_that_are_there(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.cache_limit: "):
         unpacked(str(tmp_path / "b.gz"), cache, 100)
     unpacked(str(tmp_path / "a.gz"), cache, 100)  # it is there already
-
-
-def test_unpacked_names_a_cache_that_cannot_be_used(tmp_path):
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
-    (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep a copy of "):
-        unpacked(str(tmp_path / "a.gz"), str(tmp_path / "file" / "cache"))
+        unpacked(str(tmp_path / "a.gz"), str(tmp_path / "a.gz" / "cache"))
 
 
 def test_sampled_digest_reads_both_ends_of_a_large_file_and_at_most_the_limit(

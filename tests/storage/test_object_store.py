@@ -9,21 +9,13 @@ from maxpipe.config import ConfigError
 from maxpipe.storage.object_store import Deadline, StoreSilent, explained, open_store
 
 
-def test_deadline_request_that_ends_is_returned_or_raised():
-    assert Deadline(60).wait(lambda: 3) == 3
-    assert Deadline(0).wait(lambda: 3) == 3
+def test_deadline_gives_up_a_silent_request_but_not_one_that_makes_progress():
+    for seconds in (0, 60):
+        assert Deadline(seconds).wait(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         Deadline(60).wait(lambda: 1 // 0)
-    with pytest.raises(TimeoutError, match="of the store itself"):
-        Deadline(60).wait(lambda: (_ for _ in ()).throw(TimeoutError("of the store itself")))
-
-
-def test_deadline_silent_request_is_given_up():
     with pytest.raises(StoreSilent, match=r"not answered for 0\.2 s"):
         Deadline(0.2).wait(threading.Event().wait)
-
-
-def test_deadline_transfer_that_makes_progress_is_waited_for():
     deadline = Deadline(0.5)
     callback = deadline.callback()
 
@@ -60,13 +52,10 @@ def test_open_store_url_with_credentials_is_refused_without_showing_them():
         "s3://AKIAKEY:pass/-word@bucket/runs",
         "gs://pass-word@bucket/runs",
     ]:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="a URL must not hold credentials") as caught:
             open_store(url, "checkpoint.mirror")
-        shown = str(caught.value)
-        assert "word" not in shown
-        assert (
-            f"{url[:5]}***@bucket/runs: a URL must not hold credentials; they come from " in shown
-        )
+        assert f"{url[:5]}***@bucket/runs:" in str(caught.value)
+        assert "word" not in str(caught.value)
     pytest.importorskip("s3fs", reason="needs the extra `s3`")
     for url in [
         "s3://bucket/models/a:b@2024/x",
