@@ -125,14 +125,19 @@ def _store():  # it takes longer to make than to use
 
 
 @pytest.fixture
-def start(directory, mirror_url, store, messages):
-    """Return a function of settings that makes a checkpointer with a mirror, like a new process."""
+def start(directory, mirror_url, store, messages, samples):
+    """Return start(*steps, **settings), like a new process: makes a checkpointer with a mirror, and
+    saves the steps.
+    """
     made = []
 
-    def _start(**settings):
+    def _start(*steps, **settings):
         settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
         mirror = Mirror(mirror_url, store, settings.mirror_deadline_seconds)
         made.append(Checkpointer(directory, settings, mirror=mirror, log=messages.append))
+        if steps:
+            samples.save(made[-1], *steps)
+            made[-1].close()
         return made[-1]
 
     yield _start

@@ -83,17 +83,6 @@ def test_restore_damaged_newest_step_falls_back_and_sets_it_aside(
     assert "".join(capfd.readouterr()) == "", "no traceback"
 
 
-def test_steps_without_orbax_markers_are_restored(copied, checkpointer, messages, samples):
-    for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
-        for path in copied.joinpath("20").rglob(marker):
-            path.unlink()
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    samples.save(checkpointer, 30)
-    checkpointer.wait()
-    assert checkpointer.steps() == [10, 20, 30]
-    assert messages == []
-
-
 def test_save_after_kill_clears_uncommitted_directories(copied, checkpointer, messages, samples):
     leftover = copied / "30.orbax-checkpoint-tmp"
     shutil.copytree(copied / "20", leftover)

@@ -69,8 +69,8 @@ def test_checkpointer_64_bit_device_arrays_round_trip(checkpointer, samples):
     checkpointer.save(10, {"counts": rows}, rows, {})
     target = {"counts": jax.ShapeDtypeStruct(rows.shape, np.int64, sharding=sharding)}
     restored = checkpointer.restore(target)
-    assert samples.bits(restored.state["counts"]) == samples.bits(samples.iterator(7))
-    assert samples.bits(restored.iterator) == samples.bits(samples.iterator(7))
+    for found in (restored.state["counts"], restored.iterator):
+        assert samples.bits(found) == samples.bits(samples.iterator(7))
 
 
 def test_due_every_10_skips_step_just_restored(checkpointer, samples):
@@ -128,7 +128,8 @@ def test_save_does_not_wait_for_the_commit_before_which_the_older_step_is_kept(
     checkpointer = Checkpointer(directory, CheckpointConfig(every=10, keep=1))
     samples.save(checkpointer, 10)
     checkpointer.wait()
-    release = hold_commits(monkeypatch)
+    release = threading.Event()
+    intercept_commits(monkeypatch, lambda: release.wait(60))
     samples.save(checkpointer, 20)  # returns although nothing can be committed
     Deadline(20).wait(lambda: [checkpointer.due(step) for step in (20, 21)])
     assert checkpointer.steps() == [10]
@@ -236,13 +237,6 @@ def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer,
         checkpointer.restore(target)
     assert checkpointer.steps() == [10, 20]
     assert messages == []
-
-
-def hold_commits(monkeypatch):
-    """Let no save commit before the returned event is set."""
-    release = threading.Event()
-    intercept_commits(monkeypatch, lambda: release.wait(60))
-    return release
 
 
 def intercept_commits(monkeypatch, action):

@@ -67,27 +67,20 @@ def names(directory):
 
 
 def test_upload_objects_are_named_like_files_and_commit_lists_sizes(
-    start, directory, samples, objects, store, mirror_url
+    start, directory, objects, store, mirror_url
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10)
-    checkpointer.close()
+    start(10)
     files = [path for path in directory.rglob("*") if path.is_file()]
-    assert sorted(objects()) == sorted(
-        [*(path.relative_to(directory).as_posix() for path in files), "10.json"]
-    )
-    commit = json.loads(store.cat_file(f"{mirror_url}/10.json"))
-    sizes = {path.relative_to(directory / "10").as_posix(): path.stat().st_size for path in files}
-    assert commit == {"files": sizes}
+    assert {*objects()} == {*(str(path.relative_to(directory)) for path in files), "10.json"}
+    sizes = {str(path.relative_to(directory / "10")): path.stat().st_size for path in files}
+    assert json.loads(store.cat_file(f"{mirror_url}/10.json")) == {"files": sizes}
 
 
 @pytest.mark.parametrize("change", [flip, lambda content: None], ids=["bit flipped", "deleted"])
 def test_restore_damaged_copy_falls_back_to_older_step(
     start, directory, messages, samples, objects, damage, change
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20)
-    checkpointer.close()
+    checkpointer = start(10, 20)
     shutil.rmtree(directory)
     damage(20, change)
     checkpointer = start()
@@ -103,9 +96,7 @@ def test_restore_damaged_copy_falls_back_to_older_step(
 
 
 def test_restore_damaged_directory_fetches_sound_copy(start, directory, messages, samples):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20)
-    checkpointer.close()
+    start(10, 20)
     shutil.copytree(directory / "20", directory / "20.orbax-checkpoint-tmp-fetched")  # of a kill
     shutil.rmtree(directory / "20" / "arrays")
     samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
@@ -117,9 +108,7 @@ def test_restore_damaged_directory_fetches_sound_copy(start, directory, messages
 def test_restore_all_damaged_or_out_of_reach_raises_and_renames_nothing(
     start, directory, samples, damage, objects, store, mirror_url, monkeypatch
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10)
-    checkpointer.close()
+    start(10)
     shutil.rmtree(directory)
     target = samples.abstract(samples.state(10))
     with monkeypatch.context() as broken:
@@ -141,9 +130,7 @@ def test_restore_all_damaged_or_out_of_reach_raises_and_renames_nothing(
 def test_save_after_going_back_abandons_newer_steps_in_mirror(
     start, directory, samples, messages, objects
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20, 30)
-    checkpointer.close()
+    checkpointer = start(10, 20, 30)
     shutil.rmtree(directory)
     checkpointer = start()
     checkpointer.restore(samples.abstract(samples.state(10)), step=10)
@@ -157,20 +144,19 @@ def test_save_after_going_back_abandons_newer_steps_in_mirror(
 def test_mirror_keeps_the_same_steps_as_the_directory_and_knows_their_losses(
     start, directory, samples
 ):
-    def save(checkpointer, step, loss):
-        checkpointer.save(step, samples.state(step), samples.iterator(step), {"eval_loss": loss})
+    def save(losses):
+        checkpointer = start(keep=1, keep_best=1)
+        if checkpointer.steps():
+            checkpointer.restore(samples.abstract(samples.state(30)))
+        for step, loss in losses.items():
+            meta = {"eval_loss": loss}
+            checkpointer.save(step, samples.state(step), samples.iterator(step), meta)
+        checkpointer.close()
+        return start().steps()
 
-    checkpointer = start(keep=1, keep_best=1)
-    for step, loss in ((10, 1.0), (20, 4.0), (30, 3.0)):
-        save(checkpointer, step, loss)
-    checkpointer.close()
-    assert start().steps() == [10, 30]
+    assert save({10: 1.0, 20: 4.0, 30: 3.0}) == [10, 30]
     shutil.rmtree(directory)
-    checkpointer = start(keep=1, keep_best=1)
-    checkpointer.restore(samples.abstract(samples.state(30)))
-    save(checkpointer, 40, 2.0)
-    checkpointer.close()
-    assert start().steps() == [10, 40]
+    assert save({40: 2.0}) == [10, 40]
 
 
 def fail(*_, **__):
@@ -196,9 +182,7 @@ def test_failed_copy_raises_once(start, samples, monkeypatch, surfaces):
 def test_upload_cut_short_leaves_the_step_before_and_is_cleared(
     start, directory, samples, store, objects, monkeypatch
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10)
-    checkpointer.wait()
+    checkpointer = start(10)
     put = store.put
 
     def put_half(sources, targets, **options):
@@ -223,9 +207,7 @@ def test_upload_cut_short_leaves_the_step_before_and_is_cleared(
 
 
 def test_close_copies_kept_steps_that_earlier_processes_could_not(start, samples, monkeypatch):
-    checkpointer = start(keep=2)
-    samples.save(checkpointer, 10)
-    checkpointer.close()
+    checkpointer = start(10, keep=2)
     with monkeypatch.context() as broken:
         broken.setattr(Mirror, "upload", fail)
         samples.save(checkpointer, 20)
@@ -289,9 +271,7 @@ def test_save_waits_for_previous_copy_but_due_does_not(start, samples, monkeypat
 def test_entries_committed_step_with_unfinished_mark_is_committed(
     start, directory, samples, store, mirror_url, objects
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20)
-    checkpointer.close()
+    checkpointer = start(10, 20)
     mirror_of(checkpointer).set_aside(10, "damaged")
     shutil.rmtree(directory / "10")
     for step in (10, 20):

@@ -12,9 +12,7 @@ from maxpipe.checkpoint.__main__ import main
 def test_restore_lost_directory_fetches_step_from_mirror(
     start, directory, messages, samples, objects
 ):
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20)
-    checkpointer.close()
+    checkpointer = start(10, 20)
     shutil.rmtree(directory)
     checkpointer = start()
     assert checkpointer.steps() == [10, 20]
@@ -32,9 +30,7 @@ def test_restore_lost_directory_fetches_step_from_mirror(
 @pytest.fixture
 def mirrored(start, directory, samples, mirror_url):
     """Return the URL of a run whose steps 10, 20 and a damaged 30 are in the store only."""
-    checkpointer = start()
-    samples.save(checkpointer, 10, 20, 30)
-    checkpointer.close()
+    checkpointer = start(10, 20, 30)
     mirror_of(checkpointer).set_aside(30, "damaged")
     shutil.rmtree(directory)
     return mirror_url.removesuffix("/checkpoints")
