@@ -25,13 +25,7 @@ NAMES_OF_FILES = ("base_config", "model_name", "override_model_config")
 
 @dataclass(frozen=True)
 class Translation:
-    """The result of translating a MaxText configuration.
-
-    Attributes:
-      config: maxpipe's configuration, before `resolve`.
-      yaml: the keys that the translation sets, as text.
-      notes: what differs or is left out, one line each.
-    """
+    """maxpipe's configuration before `resolve`, the keys that are set, and what differs."""
 
     config: Config
     yaml: str
@@ -39,12 +33,9 @@ class Translation:
 
 
 def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
-    """Translate a MaxText configuration.
+    """Translate a MaxText configuration, for a number of devices over all slices.
 
-    Args:
-      theirs: MaxText's configuration, from `read_maxtext`.
-      num_devices: number of devices of the run over all slices; 0 takes it from
-        `compile_topology` or from a mesh without -1.
+    0 takes it from `compile_topology` or from a mesh without -1.
 
     Raises:
       ConfigError: something cannot be translated; names all of it, by MaxText's keys if possible.
@@ -107,7 +98,6 @@ def _check_keys(t: Translator) -> None:
 
 
 def _note_unread(t: Translator) -> None:
-    """Report keys that the user chose but this configuration does not use."""
     for key in t.theirs.chosen:
         if key in KEYS and key not in {*t.keys_read, *NAMES_OF_FILES}:
             ours, differs, _ = KEYS[key]

@@ -10,7 +10,6 @@ GRAIN_READERS = {"arrayrecord": "array_record", "parquet": "parquet"}
 
 
 def translate_data(t: Translator) -> None:
-    """Set the data source, tokenizer, sequences and evaluations."""
     t.copy("max_target_length", "packing", "enable_data_shuffling", "init_weights_seed")
     if t.integer("data_shuffle_seed") != t.integer("init_weights_seed"):
         t.note("data_shuffle_seed", "left out: one seed, that of init_weights_seed, does for both")
@@ -75,9 +74,7 @@ def _translate_tokenizer(t: Translator) -> None:
     if kind == "huggingface" and path and not is_directory(path):
         t.set("data.tokenizer", f"{SCHEME}{path}", "tokenizer_path")
         return
-    advice = "give the path of a tokenizer.json, or tokenizer_type=huggingface and ORG/NAME"
-    if kind == "sentencepiece":
-        advice = "give the path of a SentencePiece model whose name ends in .model"
+    advice = "give a tokenizer.json or .model, or tokenizer_type=huggingface and ORG/NAME"
     t.refuse("tokenizer_path", f"{path or 'nothing'} is no local tokenizer: {advice}")
 
 

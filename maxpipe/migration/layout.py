@@ -3,25 +3,21 @@
 import math
 from collections.abc import Sequence
 
-from maxpipe.config.maxtext import AXES, TENSORS
+from maxpipe.config.maxtext import AXES, KEYS, TENSORS
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.config.slices import canonical_topology, num_chips
-from maxpipe.migration.model import layers_per_layer
+from maxpipe.migration.model import block_of
 from maxpipe.migration.translator import Translator
 
 _SAVED = tuple(dict.fromkeys(TENSORS.values()))
 _NOT_CONTEXT = tuple(tensor for tensor in _SAVED if tensor != "context")
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj")
 # MaxText's policy -> the policy here that saves the same tensors.
-POLICIES = {
+_SAME = ("full", "qkv_proj_offloaded", "save_dot_except_mlp", "save_out_proj", "save_qkv_proj")
+POLICIES = {name: name for name in _SAME} | {
     "": "none",
-    "full": "full",
     "minimal_with_context": "minimal",
     "minimal_flash": "minimal",
-    "qkv_proj_offloaded": "qkv_proj_offloaded",
-    "save_dot_except_mlp": "save_dot_except_mlp",
-    "save_out_proj": "save_out_proj",
-    "save_qkv_proj": "save_qkv_proj",
 }
 # MaxText's policy -> where it saves which tensors, for policies that have no name here.
 CUSTOM_POLICIES = {
@@ -66,7 +62,6 @@ def axis_size(t: Translator, level: str, axis: str) -> int:
 
 
 def _axis_keys(level: str, axis: str) -> list[str]:
-    """Return MaxText's keys whose sizes a mesh axis multiplies."""
     return [f"{level}_{word}_parallelism" for word, ours in AXES.items() if ours == axis]
 
 
@@ -82,12 +77,10 @@ def translate_mesh(t: Translator) -> None:
 
 
 def translate_batch(t: Translator) -> None:
-    """Set the batch sizes of training, in sequences a step, and of evaluations."""
     size = t.number("per_device_batch_size")
     if not t.num_devices:
-        reason = f"{size:g} sequences on each of how many devices?"
         remedy = "add --devices N, or give every ici_*_parallelism a size"
-        t.refuse("per_device_batch_size", f"{reason} {remedy}")
+        t.refuse("per_device_batch_size", f"of how many devices? {remedy}")
         return
     accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
     batch = int(t.num_devices * size) * accumulated
@@ -111,12 +104,10 @@ def translate_pipeline(t: Translator) -> None:
         return
     t.set("pipeline.schedule", "circular", "ici_pipeline_parallelism")
     t.copy("num_pipeline_repeats")
-    for key, ours in (
-        ("num_layers_per_pipeline_stage", "pipeline.num_layers_per_stage"),
-        ("pipeline_parallel_layers", "pipeline.parallel_layers"),
-    ):
+    block = block_of(t)
+    for key in ("num_layers_per_pipeline_stage", "pipeline_parallel_layers"):
         count = t.integer(key, -1)
-        t.set(ours, count if count == -1 else count * layers_per_layer(t), key)
+        t.set(KEYS[key].ours, count * (block.num_layers if block and count != -1 else 1), key)
     is_delayed = t.is_on("pipeline_delay_activation_forwarding")
     microbatches = t.integer("num_pipeline_microbatches", -1)
     if accumulated > 1:
@@ -124,15 +115,9 @@ def translate_pipeline(t: Translator) -> None:
         message = f"{accumulated} x {microbatches} microbatches go through the pipeline in one pass"
         t.note("gradient_accumulation_steps", message)
         microbatches *= accumulated
-    t.set(
-        "pipeline.num_microbatches",
-        microbatches,
-        "num_pipeline_microbatches",
-        "gradient_accumulation_steps",
-    )
-    t.set(
-        "pipeline.delay_activation_forwarding", is_delayed, "pipeline_delay_activation_forwarding"
-    )
+    origins = ("num_pipeline_microbatches", "gradient_accumulation_steps")
+    t.set("pipeline.num_microbatches", microbatches, *origins)
+    t.copy("pipeline_delay_activation_forwarding")
     gather = "once" if t.is_on("pipeline_fsdp_ag_once") else "per_iteration"
     if t.is_on("pipeline_fsdp_ag_per_repeat"):
         gather = "per_repeat"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from maxpipe.config.maxtext import KEYS
 from maxpipe.migration.translator import Translator
 
 KERNELS = {"autoselected": "auto", "dot_product": "dot_product", "flash": "splash"}
@@ -38,6 +39,11 @@ class Block:
         return max(1, len(self.kinds))
 
 
+# Keys that `global_parameter_scale` multiplies.
+_SIZES = (
+    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"),
+    "base_num_decoder_layers",
+)
 POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 # Keys that only some blocks read. MaxText silently ignores them in the others.
 SWITCHES = (
@@ -79,18 +85,12 @@ def block_of(t: Translator) -> Block | None:
     return BLOCKS.get(t.text("decoder_block"))
 
 
-def layers_per_layer(t: Translator) -> int:
-    """Return how many of our layers one of MaxText's consists of: two for gemma2."""
-    block = block_of(t)
-    return block.num_layers if block else 1
-
-
-def missing_block(name: str) -> str:
-    """Return why a decoder block is not translated, and what to use instead."""
+def _refuse_block(t: Translator, name: str) -> None:
     instead = "model.from_hf=DIR takes models of docs/families.md"
     if file := SHIPPED.get(name):
         instead = f"start from configs/models/{file}.yml, or from model.from_hf=DIR"
-    return f"{name} is not translated, those of {', '.join(BLOCKS)} are; {instead}"
+    translated = ", ".join(BLOCKS)
+    t.refuse("decoder_block", f"{name} is not translated, {translated} are; {instead}")
 
 
 def translate_switches(t: Translator, name: str, block: Block) -> None:
@@ -114,9 +114,7 @@ def translate_norms(t: Translator, block: Block) -> None:
         t.set("model.norm_placement", "sandwich", *POST_NORMS)
     eps = t.number("normalization_layer_epsilon")
     if block.norm_eps and eps != block.norm_eps:
-        message = (
-            f"must be {block.norm_eps:g}, which the norms of MaxText's layers have in any case"
-        )
+        message = f"must be {block.norm_eps:g}, as in MaxText's layers in any case"
         t.refuse("normalization_layer_epsilon", message)
 
 
@@ -131,28 +129,20 @@ def translate_attention(t: Translator, name: str, block: Block) -> None:
         reason = f"left out: MaxText's decoder_block={name} does not read it"
         t.note("attention_type", f"{reason}; model.attention_window in the result has such layers")
     elif kind != "global":
-        others = "model.attention_kind=mla, model.attention_window or model.layer_pattern"
-        t.refuse(
-            "attention_type", f"{kind} is not translated; use global, and {others} in the result"
-        )
+        others = "model.attention_kind=mla or model.layer_pattern in the result"
+        t.refuse("attention_type", f"{kind} is not translated; use global, and {others}")
 
 
 def translate_experts(t: Translator, name: str, block: Block, width: int) -> None:
     """Set the routed experts: weights are the softmax over the logits of the chosen ones.
 
-    Args:
-      t: the translator of the configuration.
-      name: name of the block.
-      block: properties of the block.
-      width: factor by which `global_parameter_scale` multiplies the hidden width.
+    `global_parameter_scale` multiplies their hidden width by `width`.
     """
     count = t.integer("num_experts", 1)
     if not block.has_experts:
         if count != 1:
             able = " and ".join(other for other, facts in BLOCKS.items() if facts.has_experts)
-            t.refuse(
-                "num_experts", f"{count}, but decoder_block={name} has no experts; {able} have"
-            )
+            t.refuse("num_experts", f"{count}, but {name} has no experts; {able} have")
         return
     t.copy("num_experts", "num_experts_per_tok")
     t.set("model.moe.router", "topk_softmax", "decoder_block")
@@ -174,17 +164,16 @@ def translate_model(t: Translator) -> None:
     """Set the model's shape and the switches of its block."""
     name = t.text("decoder_block")
     if name not in BLOCKS:
-        t.refuse("decoder_block", missing_block(name))
+        _refuse_block(t, name)
         return
     block = BLOCKS[name]
     if t.text("load_parameters_path") and not block.is_dense_llama:
-        able = ", ".join(other for other, facts in BLOCKS.items() if facts.is_dense_llama)
-        message = f"weights of {name} are not read, those of {able} are, or by init_from=hf:DIR"
+        message = f"weights of {name} are not read; init_from=hf:DIR reads those of Hugging Face"
         t.refuse("load_parameters_path", message)
     doublings = _doublings(t)
-    for key, ours, times in zip(*_sizes(), doublings, strict=True):
-        layers = block.num_layers if ours == "num_layers" else 1
-        t.set(f"model.{ours}", 2**times * t.integer(key) * layers, key)
+    for key, times in zip(_SIZES, doublings, strict=True):
+        layers = block.num_layers if key == "base_num_decoder_layers" else 1
+        t.set(KEYS[key].ours, 2**times * t.integer(key) * layers, key)
     t.copy(
         "head_dim",
         "vocab_size",
@@ -214,15 +203,8 @@ def translate_model(t: Translator) -> None:
     _translate_rope(t)
 
 
-def _sizes() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return MaxText's keys that the scale multiplies, and the names of their counterparts."""
-    names = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
-    ours = ("embed_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_layers")
-    return tuple(f"base_{name}" for name in names), ours
-
-
 def _doublings(t: Translator) -> tuple[int, ...]:
-    """Return how often `global_parameter_scale` doubles each of `_sizes()`."""
+    """Return how often `global_parameter_scale` doubles each of `_SIZES`."""
     scale = t.integer("global_parameter_scale", 1)
     if scale < 1 or scale.bit_count() != 1:
         t.refuse("global_parameter_scale", f"expected a power of two, got {scale}")
@@ -233,7 +215,6 @@ def _doublings(t: Translator) -> tuple[int, ...]:
 
 
 def _translate_activation(t: Translator) -> None:
-    """Set the activation of the MLP's gate."""
     value = t.value("mlp_activations")
     names = tuple(value) if isinstance(value, list) else (str(value),)
     if names in ACTIVATIONS:
@@ -244,7 +225,7 @@ def _translate_activation(t: Translator) -> None:
 
 
 def _translate_logits(t: Translator, width: int) -> None:
-    """Set scale and cap of the logits of tied embeddings; MaxText changes no others."""
+    """Set scale and cap of the logits of tied embeddings, all that MaxText changes."""
     cap = t.number("final_logits_soft_cap")
     is_tied = t.is_on("logits_via_embedding")
     if t.is_on("normalize_embedding_logits") and is_tied:

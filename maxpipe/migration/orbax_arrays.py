@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 METADATA = "_METADATA"
 ITEM = "items"  # directory within a step's directory
-DATABASE = "manifest.ocdbt"
+_DATABASE = "manifest.ocdbt"
 FLOATS = ("float32", "bfloat16", "float16")
 _PARAMETERS = "params"
 _CACHE_BYTES = 100_000_000  # for the database's index, in which every array is looked up
@@ -26,8 +26,7 @@ _CACHE_BYTES = 100_000_000  # for the database's index, in which every array is 
 def find_item(directory: Path) -> Path:
     """Return the directory of the arrays: the given one, or its `items`.
 
-    Raises:
-      ValueError: there are no arrays; the message says which directory to give.
+    ValueError says which directory to give if there are none.
     """
     for candidate in (directory, directory / ITEM):
         if (candidate / METADATA).is_file():
@@ -37,17 +36,11 @@ def find_item(directory: Path) -> Path:
     steps = sorted((d.parent.parent for d in directory.glob(f"*/{ITEM}/{METADATA}")), key=_number)
     if steps:
         raise ValueError(f"{directory} is a directory of steps; give a step in it, as {steps[-1]}")
-    raise ValueError(
-        f"{directory} has no {METADATA} and no {ITEM}/{METADATA}; give the directory of a step "
-        "that MaxText wrote, as checkpoints/1000"
-    )
+    raise ValueError(f"{directory} has no {METADATA}; give the directory of a step of MaxText")
 
 
 def open_parameters(item: Path) -> dict[str, "ts.TensorStore"]:
-    """Open the parameters by dotted name, such as `decoder.layers.mlp.wo.kernel`, without reading.
-
-    Args:
-      item: directory of the arrays, from `find_item`.
+    """Open the parameters in an item by dotted name, such as `decoder.layers.mlp.wo.kernel`.
 
     Raises:
       ValueError, OSError: a file is missing or damaged.
@@ -89,8 +82,7 @@ def _names(metadata: Mapping[str, object]) -> dict[str, str]:
 
 
 def _place(item: Path, name: str) -> dict[str, object]:
-    """Return TensorStore's specification of where an array's files lie."""
-    if (item / DATABASE).is_file():
+    if (item / _DATABASE).is_file():
         return {"driver": "ocdbt", "base": files_in(item), "path": f"{name}/"}
     return files_in(item / name)
 

@@ -17,12 +17,10 @@ _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 f
 
 @dataclass(frozen=True)
 class MaxTextConfig:
-    """The values of MaxText's keys.
+    """The values of MaxText's keys, None where MaxText has None, null or an empty text.
 
-    Attributes:
-      values: value by key; None where MaxText has None, null or an empty text.
-      chosen: key -> file or `command line`, for keys that the model's file or the command line set.
-      problems: words that are not `key=value` or contradict the model's file.
+    `chosen` has the file, or `command line`, of keys that the model's file or the command line set.
+    Problems are words that are not `key=value` or contradict the model's file.
     """
 
     values: Mapping[str, Value]
@@ -61,9 +59,8 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
     for key in model:
         contradicts = key in overrides and not same_value(overrides[key], model[key])
         if contradicts and not replaces:
-            both = f"{model[key]} in {model_file} and {overrides[key]} on the command line"
-            message = f"{both}: MaxText refuses that without override_model_config=true"
-            problems.append(Problem(key, message))
+            message = f"is {model[key]} in {model_file}; to change it, set"
+            problems.append(Problem(key, f"{message} override_model_config=true as well"))
     chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
     return MaxTextConfig(base | model | overrides, chosen, tuple(problems))
 
@@ -76,11 +73,7 @@ def same_value(a: Value, b: Value) -> bool:
 
 
 def _find_model(files: Sequence[str], name: Value) -> str:
-    """Return the path of a model's file; empty for MaxText's model `default`.
-
-    Raises:
-      ConfigError: there is no such file.
-    """
+    """Return the path of a model's file; empty for MaxText's model `default`."""
     if name in (None, "default"):
         return ""
     file = os.path.join("models", f"{str(name).replace('-Instruct', '')}.yml")
@@ -101,7 +94,6 @@ def _places(path: str, name: str) -> list[str]:
 
 
 def _read_with_bases(path: str, inner: tuple[str, ...]) -> dict[str, Value]:
-    """Return the values of a file and of the files that it names as `base_config`."""
     if path in inner:
         raise ConfigError(Problem("base_config", "files inherit in a circle", path))
     values = _read(path)

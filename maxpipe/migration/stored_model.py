@@ -67,12 +67,11 @@ _UNREADABLE = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a MaxText model.
+    """A parameter of a MaxText model, by its name in the model or in a layer.
 
     Attributes:
-      name: name in the model, or in a layer.
       shape: shape of one layer's parameter, without padding of the vocabulary.
-      vocab_axis: the dimension of the vocabulary, None if there is none.
+      vocab_axis: the dimension of the vocabulary.
       factor: number by which the values are multiplied.
       splits_pairs: whether channels 2i and 2i + 1 of the last dimension, which MaxText rotates as a
         pair, become i and i + C/2.
@@ -125,21 +124,15 @@ def model_problems(m: ModelConfig) -> list[Problem]:
     paths = [path for path, _ in spec_leaves(ModelProgram(m).specs)]
     unnamed = [".".join(path) for path in paths if path not in _NAMES]
     if unnamed and not problems:
-        message = (
-            f"the model has {', '.join(unnamed)}, which no weights of MaxText's blocks are for"
-        )
+        message = f"the model has {', '.join(unnamed)}, which MaxText's blocks have not"
         problems.append(Problem("model", message))
     return problems
 
 
 class StoredModel:
-    """The arrays of a checkpoint, compared with the parameters of a model.
+    """The arrays of a checkpoint by name, compared with the parameters of a model by path.
 
-    Args:
-      arrays: the arrays by MaxText's name, from `open_parameters`.
-      parameters: the model's parameters by path.
-      num_layers: number of layers of the model.
-      vocab_size: size of the vocabulary with padding.
+    `vocab_size` counts padding, too.
 
     Attributes:
       scan_axis: the dimension of the layers, None if each layer has arrays of its own.

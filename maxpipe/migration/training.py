@@ -6,12 +6,8 @@ import re
 from maxpipe.config.model_places import MAXTEXT
 from maxpipe.migration.translator import Translator
 
-MUON_MOMENTUM = 0.95
-MUON_RMS = 0.2
-
 
 def translate_optimizer(t: Translator) -> None:
-    """Set the optimizer and its learning rate over the steps."""
     name = t.text("opt_type")
     if name not in ("adamw", "muon", "sgd"):
         t.refuse("opt_type", f"{name} has no counterpart; use adamw, muon or sgd")
@@ -28,7 +24,7 @@ def translate_optimizer(t: Translator) -> None:
         if t.number(decay):
             t.note(decay, "decays matrices only; MaxText decays norms as well")
     if name == "muon":
-        for key, value in (("muon_beta", MUON_MOMENTUM), ("muon_consistent_rms", MUON_RMS)):
+        for key, value in (("muon_beta", 0.95), ("muon_consistent_rms", 0.2)):
             if t.number(key) != value:
                 t.refuse(key, f"must be {value}, which is what muon has here")
     _translate_schedule(t)
@@ -47,8 +43,7 @@ def _translate_schedule(t: Translator) -> None:
     t.set("steps", steps, "steps")
     t.set("optimizer.decay_steps", decay_steps, "learning_rate_schedule_steps")
     if steps > decay_steps:
-        message = "steps after the schedule keep its last learning rate, where MaxText has 0"
-        t.note("learning_rate_schedule_steps", message)
+        t.note("learning_rate_schedule_steps", "then the last rate stays, where MaxText has 0")
     warmup = int(decay_steps * t.number("warmup_steps_fraction"))
     t.set("optimizer.warmup_steps", warmup, "warmup_steps_fraction")
     kind = t.text("lr_schedule_type")
@@ -63,7 +58,6 @@ def _translate_schedule(t: Translator) -> None:
 
 
 def translate_run(t: Translator) -> None:
-    """Set the run's name and directory, checkpoints, traces and the compilation cache."""
     name = t.text("run_name") or t.text("model_name").replace("default", "maxtext")
     ours = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
     t.set("run_name", ours, "run_name")

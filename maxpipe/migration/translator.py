@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 
 from maxpipe.config.errors import Problem
 from maxpipe.config.maxtext import KEYS, Value
-from maxpipe.config.values import is_finite
+from maxpipe.config.values import as_written, is_finite
 from maxpipe.migration.read import MaxTextConfig
-
-LONGEST_SHOWN = 60  # characters of a value in a note
 
 _DEFAULTS: dict[str, Value] = {key: entry.default for key, entry in KEYS.items()}
 _DEFAULTS |= {"steps": 150_001, "sparse_matmul": True}  # which have no entry there
@@ -18,13 +16,10 @@ class Translator:
     """A MaxText configuration on its way to one of maxpipe.
 
     Attributes:
-      theirs: MaxText's values.
       num_devices: number of devices over all slices; 0 if it is not known.
-      num_slices: number of slices joined by DCN.
       values: value by maxpipe's key.
       origins: maxpipe's key -> MaxText's keys that its value comes from.
       notes: what differs or is left out, one line each.
-      problems: what cannot be translated, by MaxText's keys.
       keys_read: MaxText's keys whose values the translation has looked at.
     """
 
@@ -85,15 +80,9 @@ class Translator:
 
     def note(self, key: str, message: str) -> None:
         """Report a difference that does not stand in the way."""
-        self.notes.append(f"{key}={_shown(self.value(key))}: {message}")
+        value = self.value(key)
+        self.notes.append(f"{key}={'' if value is None else as_written(value)}: {message}")
 
     def refuse(self, key: str, message: str) -> None:
         """Report a value that cannot be translated or is not understood."""
         self.problems.append(Problem(key, message, self.theirs.chosen.get(key, "")))
-
-
-def _shown(value: Value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = "" if value is None else str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -29,13 +29,7 @@ KEY = "init_from"
 
 
 class MaxTextWeights:
-    """The weights of a checkpoint, whose names and shapes were checked against the model.
-
-    Args:
-      config: the resolved configuration; `init_from` names the directory of a step.
-
-    Attributes:
-      num_bytes, num_elements: total size of all arrays.
+    """The weights in the directory `init_from`, with names and shapes checked against the model.
 
     Raises:
       ConfigError: arrays are missing, unknown, of another shape, or damaged; names all of them.
@@ -72,11 +66,7 @@ class MaxTextWeights:
         """Return a parameter in the layout on disk, [num_layers, ...] for layers.
 
         Host memory holds one device's shard at a time, and the chunks of the file that contain it.
-
-        Args:
-          path: path of the parameter.
-          like: shape, dtype and sharding of the result.
-          advance: function that is called after each shard with the share that has been read.
+        `advance` is called after each shard with the share that has been read.
 
         Raises:
           ConfigError: a file is damaged, or numbers in it are not finite.

@@ -61,8 +61,7 @@ def test_policy_without_a_name_here_is_written_by_tensor(translated):
 
 
 def test_policy_with_a_name_here_keeps_it(translated):
-    same = ("none", "full", "save_qkv_proj", "qkv_proj_offloaded")
-    table = {"minimal_with_context": "minimal", **{policy: policy for policy in same}}
+    table = {"minimal_with_context": "minimal", "none": "none", "save_qkv_proj": "save_qkv_proj"}
     policies = {p: translated(f"remat_policy={p}").config.pipeline.remat_policy for p in table}
     assert policies == table
 
@@ -76,11 +75,7 @@ def test_custom_policy_keeps_the_places(translated):
 def test_devices_are_those_of_the_topology(translated):
     table = {
         "v5p-16": (8, "v5p:2x2x2"),
-        "v5p-8": (4, "v5p:2x2x1"),
-        "v4-256": (128, "v4:4x4x8"),
-        "v6e-8": (8, "v6e:2x4"),
         "v5e-256": (256, "v5e:16x16"),
-        "v5p-384": (192, "v5p:4x4x12"),
         "v5p-16 compile_topology_num_slices=2": (16, "v5p:2x2x2"),
     }
     found = {}

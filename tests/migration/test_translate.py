@@ -7,195 +7,100 @@ import pytest
 
 from maxpipe.config import Config, ConfigError
 from maxpipe.config.options import get
+from maxpipe.config.values import words_of
 from maxpipe.migration.model import SHIPPED
 
 SHIPPED_MODELS = Path(__file__).parents[2] / "configs" / "models"
 
-PIPELINE = [
-    "base_num_decoder_layers=8",
-    "base_emb_dim=256",
-    "head_dim=64",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=4",
-    "per_device_batch_size=4",
-    "ici_pipeline_parallelism=4",
-    "ici_fsdp_parallelism=2",
-    "num_pipeline_microbatches=8",
-]
 
-
-def test_run_has_maxtexts_defaults(translated):
-    config = translated().config
-    assert (config.run_name, config.steps, config.eval.every) == ("maxtext", 150_001, 0)
-    assert (config.data.source, config.data.sequence_length) == ("synthetic", 2048)
-    assert config.data.global_batch_size == 12 * 8
-    assert config.pipeline.remat_policy == "full"
-    optimizer = config.optimizer
-    assert (optimizer.name, optimizer.learning_rate, optimizer.schedule) == (
-        "adamw",
-        3e-5,
-        "cosine",
-    )
-    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
-    assert (optimizer.warmup_steps, optimizer.decay_steps) == (15_000, 150_001)
-    assert (config.checkpoint.every, config.checkpoint.keep_every) == (10_000, 10_000)
-
-
-SETS = {  # words of MaxText: our keys that they set
-    "model_name=llama3-8b": {
-        "model.num_layers": 32,
-        "model.embed_dim": 4096,
-        "model.mlp_dim": 14336,
-        "model.num_query_heads": 32,
-        "model.num_kv_heads": 8,
-        "model.head_dim": 128,
-        "model.vocab_size": 128256,
-        "model.rope_theta": 500_000,
-        "model.norm_eps": 1e-5,
-        "model.dtype": "bfloat16",
-        "model.param_dtype": "float32",
-        "model.rope_scaling.factor": 1,
-    },
-    "model_name=qwen3-0.6b": {
-        "model.qk_norm": True,
-        "model.tie_embeddings": True,
-        "model.norm_eps": 1e-6,
-    },
-    "steps=100": {"steps": 100, "optimizer.decay_steps": 100, "optimizer.warmup_steps": 10},
-    "steps=-1 learning_rate_schedule_steps=50": {"steps": 50, "optimizer.decay_steps": 50},
-    "steps=100 lr_schedule_type=wsd wsd_decay_steps_fraction=0.27": {
-        "optimizer.schedule": "wsd",
-        "optimizer.stable_fraction": 0.7,
-    },
-    "opt_type=sgd": {"optimizer.beta1": 0, "optimizer.weight_decay": 0},
-    "opt_type=muon muon_consistent_rms=0.2 muon_weight_decay=0.3": {
-        "optimizer.name": "muon",
-        "optimizer.weight_decay": 0.3,
-    },
-    "adam_b1=0.8 adam_eps=1e-6": {"optimizer.beta1": 0.8, "optimizer.eps": 1e-06},
-    "gradient_clipping_threshold=0": {"optimizer.grad_clip_norm": 0},
-    "skip_step_on_spikes=true skip_step_interval=64": {
-        "optimizer.spike_window": 64,
-        "optimizer.spike_deviations": 6,
-    },
-    "abort_on_nan_loss=false abort_on_inf_loss=false": {"optimizer.max_consecutive_skips": 0},
-    "model_name=llama3-8b rope_type=llama3.1": {"model.rope_scaling.factor": 8},
-    "model_name=llama3.1-8b": {"model.rope_scaling.factor": 8, "run_name": "llama3.1-8b"},
-    "model_name=llama3.1-8b rope_use_scale=false": {
-        "model.rope_scaling.factor": 1,
-        "model.rope_interleaved": True,
-    },
-    "global_parameter_scale=16": {
-        "model.num_layers": 32,
-        "model.embed_dim": 4096,
-        "model.mlp_dim": 4 * 7168,
-    },
-    "dropout_rate=0.1": {"model.dropout": 0.1},
-    "attn_logits_soft_cap=50 attention_sink=true": {
-        "model.attention_soft_cap": 50,
-        "model.attention_sinks": True,
-    },
-    "mlp_activations=[gelu,linear]": {"model.mlp_activation": "gelu_tanh"},
-    "logits_via_embedding=true base_emb_dim=1024 final_logits_soft_cap=30": {
-        "model.logit_scale": 1 / 32,
-        "model.logit_soft_cap": 30,
-    },
-    "logits_via_embedding=true normalize_embedding_logits=false": {
-        "model.logit_scale": 1,
-        "model.tie_embeddings": True,
-    },
-    "rope_linear_scaling_factor=4": {
-        "model.rope_scaling.type": "linear",
-        "model.rope_scaling.factor": 4,
-    },
-    "model_name=mixtral-8x7b ici_expert_parallelism=4 routed_bias=true mlp_bias=true": {
-        "mesh.ici.expert": 4,
-        "model.moe.experts": 8,
-        "model.moe.per_token": 2,
-        "model.moe.mlp_dim": 14336,
-        "model.moe.router": "topk_softmax",
-        "model.moe.capacity_factor": 0,
-        "model.moe.logit_bias": True,
-        "model.mlp_bias": True,
-    },
-    "model_name=qwen3-30b-a3b global_parameter_scale=8": {
-        "model.num_layers": 96,
-        "model.moe.experts": 128,
-        "model.moe.per_token": 8,
-        "model.moe.mlp_dim": 1536,
-        "model.qk_norm": True,
-    },
-    "model_name=gemma2-9b local_rope_max_timescale=5000": {
-        "model.num_layers": 42,
-        "model.layer_pattern": ["local", "global"],
-        "model.attention_window": 4096,
-        "model.attention_soft_cap": 50,
-        "model.logit_soft_cap": 30,
-        "model.logit_scale": 3584**-0.5,
-        "model.mlp_activation": "gelu_tanh",
-        "model.norm_placement": "sandwich",
-        "model.rope_theta_local": 5000,
-    },
-    "model_name=gemma2-9b ici_pipeline_parallelism=4 num_layers_per_pipeline_stage=1 "
-    "pipeline_parallel_layers=20": {
-        "pipeline.num_layers_per_stage": 2,
-        "pipeline.parallel_layers": 40,
-    },
-    "dropout_rate=0.1 enable_dropout=false": {"model.dropout": 0},
-    "attention=flash": {"model.attention": "splash"},
-    "attention=cudnn_flash_te hardware=gpu": {"model.attention": "auto"},
-    "per_device_batch_size=0.5 ici_fsdp_parallelism=1 ici_tensor_parallelism=8": {
-        "data.global_batch_size": 4
-    },
-    "gradient_accumulation_steps=3": {
-        "data.global_batch_size": 288,
-        "pipeline.num_microbatches": 3,
-    },
-    "eval_interval=10 eval_steps=4 eval_per_device_batch_size=2": {
-        "eval.every": 10,
-        "eval.batches": 4,
-        "eval.global_batch_size": 16,
-    },
-    "enable_checkpointing=false": {"checkpoint.every": 0},
-    "max_num_checkpoints_to_keep=5": {"checkpoint.keep": 5, "checkpoint.keep_every": 0},
-    "base_output_directory=gs://bucket/runs": {"checkpoint.mirror": "gs://bucket/runs"},
-    "base_output_directory=/runs run_name=one": {"output_dir": "/runs", "run_name": "one"},
-    "load_parameters_path=/x/9": {"init_from": "maxtext:/x/9"},
-    "jax_cache_dir=": {"compile.cache_dir": "off"},
-    "jax_cache_dir=gs://bucket/cache": {"compile.cache_dir": ""},
-    "profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4": {
-        "telemetry.profile_steps": [5, 7]
-    },
-    "hardware=cpu": {"mesh.simulated_devices": 8},
-    "vocab_size=32": {"model.vocab_size": 32, "data.source": "synthetic"},
-    "dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json": {
-        "data.source": "jsonl",
-        "data.path": "a.jsonl",
-        "data.tokenizer": "t.json",
-    },
-    "dataset_type=hf hf_path=roneneldan/TinyStories tokenizer_path=t.json": {
-        "data.source": "datasets",
-        "data.path": "hf:roneneldan/TinyStories",
-    },
-    "dataset_type=hf hf_path=a/b tokenizer_type=huggingface tokenizer_path=a/Llama": {
-        "data.tokenizer": "hf:a/Llama"
-    },
-    "dataset_type=hf hf_path=allenai/c4 hf_name=en train_split=train[:1%] tokenizer_path=t.json": {
-        "data.source": "datasets",
-        "data.path": "hf:allenai/c4:en:train[:1%]",
-    },
-    "dataset_type=grain grain_file_type=parquet grain_train_files=*.parquet grain_worker_count=4 "
-    "tokenizer_path=t.model": {
-        "data.source": "parquet",
-        "data.path": "*.parquet",
-        "data.num_workers": 4,
-    },
-}
+# Words of MaxText -> our keys that they set.
+SETS = """\
+hardware=tpu -> run_name=maxtext steps=150001 eval.every=0 data.source=synthetic
+    data.sequence_length=2048 data.global_batch_size=96 pipeline.remat_policy=full
+    optimizer.name=adamw optimizer.learning_rate=3e-05 optimizer.schedule=cosine optimizer.beta1=0.9
+    optimizer.beta2=0.95 optimizer.weight_decay=0.1 optimizer.warmup_steps=15000
+    optimizer.decay_steps=150001 checkpoint.every=10000 checkpoint.keep_every=10000
+model_name=llama3-8b -> model.num_layers=32 model.embed_dim=4096 model.mlp_dim=14336
+    model.num_query_heads=32 model.num_kv_heads=8 model.head_dim=128 model.vocab_size=128256
+    model.rope_theta=500000 model.norm_eps=1e-05 model.dtype=bfloat16 model.param_dtype=float32
+    model.rope_scaling.factor=1.0
+model_name=qwen3-0.6b -> model.qk_norm=true model.tie_embeddings=true model.norm_eps=1e-06
+steps=100 -> steps=100 optimizer.decay_steps=100 optimizer.warmup_steps=10
+steps=-1 learning_rate_schedule_steps=50 -> steps=50 optimizer.decay_steps=50
+steps=100 lr_schedule_type=wsd wsd_decay_steps_fraction=0.27 -> optimizer.schedule=wsd
+    optimizer.stable_fraction=0.7
+opt_type=sgd -> optimizer.beta1=0 optimizer.weight_decay=0
+opt_type=muon muon_consistent_rms=0.2 muon_weight_decay=0.3 -> optimizer.name=muon
+    optimizer.weight_decay=0.3
+adam_b1=0.8 adam_eps=1e-6 -> optimizer.beta1=0.8 optimizer.eps=1e-06
+gradient_clipping_threshold=0 -> optimizer.grad_clip_norm=0
+skip_step_on_spikes=true skip_step_interval=64 -> optimizer.spike_window=64
+    optimizer.spike_deviations=6
+abort_on_nan_loss=false abort_on_inf_loss=false -> optimizer.max_consecutive_skips=0
+model_name=llama3-8b rope_type=llama3.1 -> model.rope_scaling.factor=8
+model_name=llama3.1-8b -> model.rope_scaling.factor=8 run_name=llama3.1-8b
+model_name=llama3.1-8b rope_use_scale=false -> model.rope_scaling.factor=1.0
+    model.rope_interleaved=true
+global_parameter_scale=16 -> model.num_layers=32 model.embed_dim=4096 model.mlp_dim=28672
+dropout_rate=0.1 -> model.dropout=0.1
+attn_logits_soft_cap=50 attention_sink=true -> model.attention_soft_cap=50
+    model.attention_sinks=true
+mlp_activations=[gelu,linear] -> model.mlp_activation=gelu_tanh
+logits_via_embedding=true base_emb_dim=1024 final_logits_soft_cap=30 -> model.logit_scale=0.03125
+    model.logit_soft_cap=30
+logits_via_embedding=true normalize_embedding_logits=false -> model.logit_scale=1.0
+    model.tie_embeddings=true
+rope_linear_scaling_factor=4 -> model.rope_scaling.type=linear model.rope_scaling.factor=4
+model_name=mixtral-8x7b ici_expert_parallelism=4 routed_bias=true mlp_bias=true -> mesh.ici.expert=4
+    model.moe.experts=8 model.moe.per_token=2 model.moe.mlp_dim=14336 model.moe.router=topk_softmax
+    model.moe.capacity_factor=0.0 model.moe.logit_bias=true model.mlp_bias=true
+model_name=qwen3-30b-a3b global_parameter_scale=8 -> model.num_layers=96 model.moe.experts=128
+    model.moe.per_token=8 model.moe.mlp_dim=1536 model.qk_norm=true
+model_name=gemma2-9b local_rope_max_timescale=5000 -> model.num_layers=42
+    model.layer_pattern=[local,global] model.attention_window=4096 model.attention_soft_cap=50.0
+    model.logit_soft_cap=30.0 model.logit_scale=0.016703827619526525 model.mlp_activation=gelu_tanh
+    model.norm_placement=sandwich model.rope_theta_local=5000
+model_name=gemma2-9b ici_pipeline_parallelism=4 num_layers_per_pipeline_stage=1
+    pipeline_parallel_layers=20 -> pipeline.num_layers_per_stage=2 pipeline.parallel_layers=40
+dropout_rate=0.1 enable_dropout=false -> model.dropout=0
+attention=flash -> model.attention=splash
+attention=cudnn_flash_te hardware=gpu -> model.attention=auto
+per_device_batch_size=0.5 ici_fsdp_parallelism=1 ici_tensor_parallelism=8 ->
+    data.global_batch_size=4
+gradient_accumulation_steps=3 -> data.global_batch_size=288 pipeline.num_microbatches=3
+eval_interval=10 eval_steps=4 eval_per_device_batch_size=2 -> eval.every=10 eval.batches=4
+    eval.global_batch_size=16
+enable_checkpointing=false -> checkpoint.every=0
+max_num_checkpoints_to_keep=5 -> checkpoint.keep=5 checkpoint.keep_every=0
+base_output_directory=gs://bucket/runs -> checkpoint.mirror=gs://bucket/runs
+base_output_directory=/runs run_name=one -> output_dir=/runs run_name=one
+load_parameters_path=/x/9 -> init_from=maxtext:/x/9
+jax_cache_dir= -> compile.cache_dir=off
+jax_cache_dir=gs://bucket/cache -> compile.cache_dir=
+profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4 -> telemetry.profile_steps=[5,7]
+hardware=cpu -> mesh.simulated_devices=8
+vocab_size=32 -> model.vocab_size=32 data.source=synthetic
+dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json -> data.source=jsonl
+    data.path=a.jsonl data.tokenizer=t.json
+dataset_type=hf hf_path=roneneldan/TinyStories tokenizer_path=t.json -> data.source=datasets
+    data.path=hf:roneneldan/TinyStories
+dataset_type=hf hf_path=a/b tokenizer_type=huggingface tokenizer_path=a/Llama ->
+    data.tokenizer=hf:a/Llama
+dataset_type=hf hf_path=allenai/c4 hf_name=en train_split=train[:1%] tokenizer_path=t.json ->
+    data.source=datasets data.path=hf:allenai/c4:en:train[:1%]
+dataset_type=grain grain_file_type=parquet grain_train_files=*.parquet grain_worker_count=4
+    tokenizer_path=t.model -> data.source=parquet data.path=*.parquet data.num_workers=4
+"""
 
 
 def test_words_set_our_keys(translated):
-    configs = {words: translated(*words.split()).config for words in SETS}
-    assert {w: {key: get(configs[w], key) for key in SETS[w]} for w in SETS} == SETS
+    table = dict(re.split(" +-> +", line) for line in re.sub(r"\n +", " ", SETS).splitlines())
+    written = {}
+    for words, expected in table.items():
+        config = translated(*words.split()).config
+        values = {key: get(config, key) for key in re.findall(r"(?:^| )([^ =]+)=", expected)}
+        written[words] = words_of(values).replace("', '", ",").replace("'", "").replace(", ", ",")
+    assert written == table
 
 
 REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
@@ -230,7 +135,7 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "dataset_type=hf": {"hf_path": "give a data set of the hub"},
     "dataset_type=grain": {
         "grain_train_files": "names no files",
-        "tokenizer_path": "name ends in .model",
+        "tokenizer_path": "tokenizer.json or .model",
     },
     "dataset_type=hf hf_path=a/b tokenizer_path=assets/tokenizer_llama3.tiktoken": {
         "tokenizer_path": "tokenizer_type=huggingface and ORG/NAME"
@@ -281,8 +186,9 @@ def test_every_problem_is_listed_at_once(refused, translated):
     keys = ["", "head_dim", "num_experts", "opt_type", "model.dtype"]
     assert list(refused(*words.split())) == keys
     # A problem of our key names MaxText's.
+    words = ["base_num_decoder_layers=8", "ici_pipeline_parallelism=4", "ici_fsdp_parallelism=2"]
     with pytest.raises(ConfigError, match=r"num_pipeline_microbatches.*multiple of the 4 stages"):
-        translated(*PIPELINE[:-1], "num_pipeline_microbatches=6")
+        translated(*words, "num_pipeline_microbatches=6")
 
 
 NOTED = {  # words of MaxText: part of a note
@@ -292,7 +198,7 @@ NOTED = {  # words of MaxText: part of a note
     "param_scan_axis=0": "param_scan_axis=0: left out; checkpoints always keep",
     "num_pipeline_repeats=2": "left out; set pipeline.num_repeats in the file if",
     "data_shuffle_seed=7": "data_shuffle_seed=7: left out: one seed",
-    "learning_rate_schedule_steps=10": "keep its last learning rate, where MaxText has 0",
+    "learning_rate_schedule_steps=10": "the last rate stays, where MaxText has 0",
     "attention_bias=true": "decoder_block=llama2 does not read it",
     "profiler=nsys": "profiler=nsys: left out",
     "attention_type=local_sliding": "model.attention_window in the result",
