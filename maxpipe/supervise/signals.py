@@ -126,7 +126,8 @@ class Interruption:
                 if (number := received[0]) not in (signal.SIGTERM, signal.SIGINT):
                     continue
                 if self._ends_now(number):
-                    why = f"{signal.Signals(number).name}: stopped at once, without a save"
+                    when = "again" if self._begun else "before the first step"
+                    why = f"{signal.Signals(number).name} {when}: nothing is saved"
                     _print(why)
                     leave(stop_code(number), why)
                 self._ask(number)
