@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from maxpipe.compile.collectives import Collective, LinkUse
 from maxpipe.compile.knobs import Gain, Knob
 from maxpipe.compile.prediction.prediction import Prediction
-from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.prediction.walk import Timeline
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import device_memory, short_name

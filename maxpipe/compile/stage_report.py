@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import Collective, summed
 from maxpipe.compile.knobs import knobs
-from maxpipe.compile.prediction.activity import chunk_share, times_taken
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.predict import (
     basis_of,
@@ -29,7 +28,8 @@ from maxpipe.compile.prediction.predict import (
 )
 from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.stage_timeline import predict_stages, stage_words, unit_costs
-from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.prediction.unit_times import chunk_share, times_taken
+from maxpipe.compile.prediction.walk import Timeline
 from maxpipe.compile.programs import CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
 from maxpipe.compile.step import OutOfMemory

@@ -14,8 +14,7 @@ from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.operations import Prices
 from maxpipe.compile.prediction.origins import Origins
 from maxpipe.compile.prediction.prediction import Basis
-from maxpipe.compile.prediction.timeline import Timeline
-from maxpipe.compile.prediction.walk import TimesTaken, every_time, walk
+from maxpipe.compile.prediction.walk import Timeline, TimesTaken, every_time, walk
 from maxpipe.devices.chips import chip_of
 
 HLO = Path(__file__).parents[1] / "compile" / "prediction"

@@ -7,7 +7,6 @@ from functools import partial
 from jax.sharding import Mesh
 
 from maxpipe.compile.hlo import parse
-from maxpipe.compile.prediction.activity import Phase, global_share, phases_of, times_taken
 from maxpipe.compile.prediction.constants import compiler_version, constants_of
 from maxpipe.compile.prediction.operations import Part, Prices
 from maxpipe.compile.prediction.origins import Origins
@@ -18,9 +17,14 @@ from maxpipe.compile.prediction.prediction import (
     Prediction,
     Speed,
 )
-from maxpipe.compile.prediction.timeline import OUTSIDE, Timeline
-from maxpipe.compile.prediction.unit_times import unit_seconds
-from maxpipe.compile.prediction.walk import TimesTaken, every_time, walk
+from maxpipe.compile.prediction.unit_times import (
+    Phase,
+    global_share,
+    phases_of,
+    times_taken,
+    unit_seconds,
+)
+from maxpipe.compile.prediction.walk import OUTSIDE, Timeline, TimesTaken, every_time, walk
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, devices_per_chip, slice_of

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.operations import Part
-from maxpipe.compile.prediction.timeline import Conditional
 from maxpipe.compile.prediction.unit_times import UnitSeconds
+from maxpipe.compile.prediction.walk import Conditional
 
 
 class CollectiveTime(NamedTuple):

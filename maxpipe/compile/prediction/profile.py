@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from maxpipe.compile.prediction.operations import Part
-from maxpipe.compile.prediction.timeline import OUTSIDE, Event, Spent, Timeline
+from maxpipe.compile.prediction.walk import OUTSIDE, Event, Spent, Timeline
 
 COMPUTATION = "computation"
 WAIT = "wait"

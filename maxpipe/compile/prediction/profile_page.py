@@ -17,7 +17,7 @@ from maxpipe.compile.prediction.profile import (
     spans,
     table,
 )
-from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.prediction.walk import Timeline
 from maxpipe.render.chart import round_values
 from maxpipe.render.columns import numbers
 from maxpipe.render.html import document, shipped

@@ -8,7 +8,7 @@ import numpy as np
 from maxpipe.compile.prediction.operations import Part
 from maxpipe.compile.prediction.predict import prediction_of
 from maxpipe.compile.prediction.prediction import Basis, Prediction
-from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.prediction.walk import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.plan.simulate import COST_FIELDS, Costs, simulate

@@ -9,7 +9,7 @@ from helpers.hand_timed import BASIS
 from maxpipe.compile.prediction.operations import Part, Price
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.compile.prediction.stage_timeline import predict_stages, stage_words, unit_costs
-from maxpipe.compile.prediction.timeline import OUTSIDE, Place, Spent, Timeline
+from maxpipe.compile.prediction.walk import OUTSIDE, Place, Spent, Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.plan.simulate import simulate

@@ -3,18 +3,23 @@
 import numpy as np
 import pytest
 
-from maxpipe.compile.prediction.activity import chunk_share, global_share, phases_of, times_taken
 from maxpipe.compile.prediction.operations import Part, Price
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.compile.prediction.predict import phase_times
-from maxpipe.compile.prediction.timeline import (
+from maxpipe.compile.prediction.unit_times import (
+    chunk_share,
+    global_share,
+    phases_of,
+    times_taken,
+    unit_seconds,
+)
+from maxpipe.compile.prediction.walk import (
     Conditional,
     Loop,
     Place,
     Spent,
     Timeline,
 )
-from maxpipe.compile.prediction.unit_times import unit_seconds
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table

@@ -29,7 +29,7 @@ from maxpipe.compile.prediction.predict import (
     unknowns,
 )
 from maxpipe.compile.prediction.prediction import Prediction
-from maxpipe.compile.prediction.timeline import OUTSIDE
+from maxpipe.compile.prediction.walk import OUTSIDE
 from maxpipe.devices.chips import CHIPS, chip_of
 
 
