@@ -106,20 +106,16 @@ def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch
     def busy(*_, **__):
         raise OSError("device or resource busy")
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
-    samples.save(checkpointer, 2)
-    checkpointer.wait()
-    assert messages == [
-        "checkpoint 2 is saved, but older ones could not be deleted: device or resource busy"
-    ]
-    monkeypatch.undo()
+    with monkeypatch.context() as broken:
+        broken.setattr(shutil, "rmtree", busy)
+        samples.save(checkpointer, 2)
+        checkpointer.wait()
+    (message,) = messages
+    assert message.endswith("older ones could not be deleted: device or resource busy")
+    checkpointer.restore(samples.abstract(samples.state(2)))
     samples.save(checkpointer, 3)
-    checkpointer.wait()
-    assert checkpointer.steps() == [1, 2, 3]  # the next start deletes them
-    checkpointer.restore(samples.abstract(samples.state(3)))
-    samples.save(checkpointer, 4)
     checkpointer.close()
-    assert checkpointer.steps() == [4]
+    assert checkpointer.steps() == [3]
 
 
 def test_save_does_not_wait_for_the_commit_before_which_the_older_step_is_kept(
@@ -220,8 +216,10 @@ def test_restore_without_steps_raises(checkpointer, samples):
 def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer, messages, samples):
     samples.save(checkpointer, 10, 20)
     target = samples.abstract(samples.state(20))
-    target["params"]["weight"] = jax.ShapeDtypeStruct((64, 128), jnp.float32)
     target["params"]["scale"] = jax.ShapeDtypeStruct((33,), jnp.float32)
+    with pytest.raises(CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them"):
+        checkpointer.restore(target)
+    target["params"]["weight"] = jax.ShapeDtypeStruct((64, 128), jnp.float32)
     target["extra"] = target.pop("host")
     with pytest.raises(CheckpointMismatch) as caught:
         checkpointer.restore(target)
@@ -231,10 +229,6 @@ def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer,
         "params.scale: bfloat16[33] in the checkpoint, float32[33] in this run",
         "params.weight: float32[128,64] in the checkpoint, float32[64,128] in this run",
     )
-    target = samples.abstract(samples.state(20))
-    target["params"]["scale"] = jax.ShapeDtypeStruct((33,), jnp.float32)
-    with pytest.raises(CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them"):
-        checkpointer.restore(target)
     assert checkpointer.steps() == [10, 20]
     assert messages == []
 

@@ -30,33 +30,22 @@ def test_results_after_the_event_loop_are_not_printed_and_other_errors_are(monke
     assert printed == [other, other]
 
 
-class FailingManager:
-    """Orbax's manager in one of two processes, which fails when it is asked for the third time."""
+def test_wait_of_one_of_several_processes_raises_its_own_error_at_once(tmp_path, monkeypatch):
+    asked = []
 
-    def __init__(self, on_error):
-        self.on_error = on_error
-        self.times_asked = 0
-
-    def save(self, step, **arguments):
-        pass
-
-    def is_saving_in_progress(self):
-        self.times_asked += 1
-        if self.times_asked == 3:
-            self.on_error(OSError("the disk is full"))
+    def is_saving_in_progress():
+        asked.append(True)
+        if len(asked) == 3:
+            writer._note_error(OSError("the disk is full"))
         return True  # as long as the other process waits for this one
 
-    def wait_until_finished(self):
-        raise AssertionError("this would wait for the other process")
-
-    close = wait_until_finished
-
-
-def test_wait_of_one_of_several_processes_raises_its_own_error_at_once(tmp_path, monkeypatch):
+    # Neither of its other methods may be called: they would wait for the other process.
+    manager = SimpleNamespace(
+        save=lambda step, **_: None, is_saving_in_progress=is_saving_in_progress
+    )
     monkeypatch.setattr(orbax_writer.processes, "count", lambda: 2)
-    monkeypatch.setattr(OrbaxWriter, "_make_manager", lambda w: FailingManager(w._note_error))
-    settings = CheckpointConfig()
-    writer = OrbaxWriter(tmp_path, Retention(settings, lambda step: None), lambda: None)
+    monkeypatch.setattr(OrbaxWriter, "_make_manager", lambda self: manager)
+    writer = OrbaxWriter(tmp_path, Retention(CheckpointConfig(), lambda step: None), lambda: None)
     assert not writer.is_open
     writer.start(1, {}, {})
     assert writer.is_open
