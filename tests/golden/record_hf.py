@@ -95,10 +95,7 @@ def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]
 
 
 def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -> float:
-    """Return the root mean square of what bfloat16 changes in logits, as a share of theirs.
-
-    Tensors become bfloat16; rotary frequencies stay float32, as in a model that is loaded so.
-    """
+    """Return the root mean square of what tensors in bfloat16 change in logits, as their share."""
     with torch.no_grad():
         exact = model(text).logits
         for parameter in model.parameters():
@@ -133,7 +130,6 @@ def record(name: str) -> None:
 
 
 def loss_of(model: transformers.PreTrainedModel, step: int) -> torch.Tensor:
-    """Return the mean cross-entropy of a step's batch."""
     inputs, targets = (torch.from_numpy(x).long() for x in batch(step))
     logits = model(inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -42,13 +42,11 @@ def run_all(jobs: Mapping[str, Sequence[str]], directory: Path) -> None:
 
 
 def log_of(name: str, directory: Path) -> str:
-    """Return the ends of what a job printed, and the process around it."""
     logs = [directory / f"{name}.log", directory / "runner.log"]
     return "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the child process: the same wherever it is started."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
     return inherited | {

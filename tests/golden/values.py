@@ -66,7 +66,6 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
 
 
 def has_equal_bits(recorded: Values, actual: Values) -> bool:
-    """Return whether losses, gradient norms and all arrays are the same to the bit."""
     bits = [
         {name: leaf["sha256"] for name, leaf in v["leaves"].items()} for v in (recorded, actual)
     ]
@@ -89,7 +88,6 @@ def differences(recorded: Values, actual: Values) -> dict[str, float]:
 
 
 def is_state(key: str) -> bool:
-    """Return whether a key of `differences` is of the optimizer's state."""
     return key.startswith("opt_state.")
 
 

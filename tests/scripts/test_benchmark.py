@@ -94,9 +94,8 @@ def test_benchmark_gpu_without_a_gpu_exits_with_2_unless_it_needs_none(monkeypat
     assert benchmark.main(["--gpu", "--rounds", "1"]) == 2
     assert "GPU" in capsys.readouterr().err
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))
-    monkeypatch.setattr(benchmark_gpu, "ATTENTION", ("dot_product",))
-    monkeypatch.setattr(benchmark_gpu, "STEPS", 3)
+    for name, value in {"POLICIES": ("full",), "ATTENTION": ("dot_product",), "STEPS": 3}.items():
+        monkeypatch.setattr(benchmark_gpu, name, value)
     rows = benchmark_gpu.run(1, lambda text: None, {"tiny": benchmark_gpu.TINY}, need_gpu=False)
     assert rows[0]["tokens_per_second"] > 0
     assert "| tiny | maxpipe, remat full, dot_product |" in benchmark_gpu.table(rows)
