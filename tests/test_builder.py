@@ -27,8 +27,6 @@ def batch_of(config, make):
 
 
 class LossOfSeven(SequentialEngine):
-    """An engine of another package."""
-
     def loss_and_gradients(self, params, batch, key):
         metrics, gradients = super().loss_and_gradients(params, batch, key)
         return {"loss": 7 + 0 * metrics["loss"]}, gradients

@@ -23,7 +23,6 @@ IN_PROCESS += ["model.num_layers=2", "pipeline.num_repeats=1"]
 
 
 def words_of(directory, **options):
-    """Return a configuration, and the words after it."""
     config, *words = write_config(directory, **{"steps": 4, "checkpoint": "{every: 2}"} | options)
     return [config, *words, *IN_PROCESS]
 

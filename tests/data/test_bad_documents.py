@@ -35,7 +35,6 @@ def config(corpus):
 
 
 def take(config, count, state=None):
-    """Return batches, the last state, and close the loader."""
     loader = make_loader(config, "train", range(4), state)
     batches = [next(loader)["tokens"] for _ in range(count)]
     state = loader.state

@@ -33,7 +33,6 @@ def words(tmp_path):
 
 
 def epochs_read(config, steps):
-    """Return how many epochs of the documents a run has finished after `steps` steps."""
     loader = make_loader(config, "train", [0])
     for _ in range(steps):
         next(loader)

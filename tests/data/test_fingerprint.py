@@ -13,7 +13,6 @@ from maxpipe.storage.local_files import RemoteFile
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Return a directory of three files of JSON lines."""
     directory = tmp_path / "corpus"
     directory.mkdir()
     for name in "abc":

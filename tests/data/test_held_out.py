@@ -16,8 +16,6 @@ CHAT = {"data.source": "chat", "data.chat_template": "chatml"}
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that makes a config whose held-out documents are given texts."""
-
     def make_config(texts, **keys):
         file = tmp_path / "held_out.jsonl"
         file.write_text("".join(json.dumps(_line(text, keys)) + "\n" for text in texts))
@@ -42,7 +40,6 @@ def _line(text, keys):
 
 
 def documents(seed, count=9, longest=70):
-    """Return texts of letters that come once each, in documents of many lengths."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, longest, count)
     letters = np.arange(sum(lengths)) + 0x4E00
@@ -50,7 +47,6 @@ def documents(seed, count=9, longest=70):
 
 
 def targets(config, rows=range(ROWS)):
-    """Return all targets of an evaluation, in the order of its rows."""
     found = []
     for batch in open_held_out(config, rows)[0]:
         found += [t[w > 0] for t, w in zip(batch["targets"], batch["weights"], strict=True)]

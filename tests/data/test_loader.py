@@ -43,7 +43,6 @@ def make_config(tmp_path: Path) -> Make:
 
 
 def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-    """Return `count` batches and the state after each."""
     batches, states = [], []
     for _ in range(count):
         batches.append(next(loader))

@@ -15,7 +15,6 @@ WEIGHTS = [1.0, 2.5, 0.5]
 
 @cache
 def draws(seed, shuffle, start=0, stop=2 * ROUND):
-    """Return the numbers of the sources and of the documents in them."""
     order = MixedOrder(SIZES, WEIGHTS, seed, shuffle)
     found = [order(*divmod(g, order.num_documents)) for g in range(start, stop)]
     sources = np.searchsorted(np.cumsum(SIZES), found, side="right")

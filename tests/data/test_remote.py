@@ -22,7 +22,6 @@ OBJECTS = {
 
 @pytest.fixture
 def bucket(s3):
-    """Return a client of a bucket `maxpipe` with `OBJECTS`."""
     s3.create_bucket(Bucket="maxpipe")
     for name, content in OBJECTS.items():
         s3.put_object(Bucket="maxpipe", Key=name, Body=content)

@@ -54,7 +54,6 @@ def _save(directory: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run on bytes with ChatML."""
     return _save(tmp_path_factory.mktemp("chatml"))
 
 

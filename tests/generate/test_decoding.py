@@ -38,7 +38,6 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
 
 @partial(jax.jit, static_argnums=0)
 def forward(config, params, tokens):
-    """Return logits [B,T,V] of the training program."""
     program = ModelProgram(config)
     side = SideInputs(
         positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
@@ -53,8 +52,6 @@ def forward(config, params, tokens):
 
 
 class Case:
-    """A small model with its jitted decoder."""
-
     def __init__(self, window=8, **values):
         self.config = tiny(**values).model
         self.params = canonical_params(ModelProgram(self.config))
@@ -136,7 +133,6 @@ DRAWS = 4000
 
 
 def drawn(sampling):
-    """Return the share of each token in many draws."""
     logits = jnp.broadcast_to(jnp.log(PROBABILITIES), (DRAWS, 5)) + 7
     tokens = jax.jit(sampling)(logits, jax.random.key(0))
     assert tokens.dtype == jnp.int32

@@ -22,7 +22,6 @@ def _needs_eval() -> None:
 
 
 def of_run(*arguments: Any) -> Any:
-    """Return lm-eval's view of a run."""
     from maxpipe.generate.lm_eval_model import ModelOfRun
 
     return ModelOfRun(*arguments)

@@ -47,7 +47,6 @@ TOOLS = [{"type": "function", "function": {"name": "é<>", "parameters": {}}}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the path of a tokenizer.json of byte pairs."""
     path = write_byte_pairs(tmp_path_factory.mktemp("tokenizer"), TEXT, SPECIALS, size=330)
     (path.parent / "tokenizer_config.json").write_text(
         '{"bos_token": "<s>", "eos_token": {"content": "</s>"}}'

@@ -23,12 +23,10 @@ def content_of(file):
 
 
 def change(file, **keys):
-    """Replace keys of a JSON file."""
     file.write_text(json.dumps(content_of(file) | keys))
 
 
 def exported(folder, **values):
-    """Return the folder of an export of a run with the weights of a folder."""
     target = folder.parent / "exported"
     assert export.main([save_run(folder, **values), "--hf", str(target)]) == 0
     return target

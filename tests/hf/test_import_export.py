@@ -35,7 +35,6 @@ from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return folder(case): see `write_folder`."""
     return lambda name="gemma3": write_folder(tmp_path / name, name)
 
 
@@ -252,7 +251,6 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
 
 
 def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path):
-    """Files of the imported folder that belong to another tokenizer stay behind."""
     origin = tmp_path / "origin"
     imported = write_tokenizer(origin)
     (origin / "vocab.json").write_text("{}")

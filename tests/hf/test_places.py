@@ -49,7 +49,6 @@ def weights_of(place):
 
 
 def read(weights, path, shape, *axes):
-    """Return a parameter on eight devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     return weights.read(path, jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))

@@ -141,7 +141,6 @@ def of_gpt_oss(tmp_path):
 
 
 def read(config, name, *sizes):
-    """Return a parameter of experts that is split over four devices."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     spec = jax.sharding.PartitionSpec(None, "b", None, "a")
     shape = (config.model.stacked_layers, config.model.moe.experts, *sizes)

@@ -43,7 +43,6 @@ def config_of(folder):
 
 
 def torch_model(record_hf, name, content, tmp_path):
-    """Return transformers' model of a config.json with the recorded weights."""
     import transformers
 
     (tmp_path / "config.json").write_text(json.dumps(content))

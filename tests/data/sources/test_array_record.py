@@ -10,7 +10,6 @@ TEXTS = ["plain", "é 漢字", "", "x" * 1000]
 
 
 def delimited(number, content):
-    """Return a length-delimited field of a protocol buffer."""
     length, size = b"", len(content)
     while size >= 0x80:
         length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
