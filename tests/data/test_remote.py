@@ -59,7 +59,7 @@ def test_source_reads_remote_files_and_copies_one_again_only_if_it_changed(bucke
     assert texts == ["first", "also first", "changed", "third"]
 
 
-def test_files_that_cannot_be_fetched_name_store_or_cache(bucket, monkeypatch, tmp_path):
+def test_files_that_cannot_be_fetched_are_named(bucket, monkeypatch, tmp_path):
     for path in ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]:
         with pytest.raises(ConfigError, match=r"^data\.path: "):
             find_files(path, (".jsonl",), str(tmp_path))
@@ -68,7 +68,7 @@ def test_files_that_cannot_be_fetched_name_store_or_cache(bucket, monkeypatch, t
         raise OSError(errno.ENOSPC, "No space")
 
     monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
-    with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep .*b\.jsonl.*No space"):
+    with pytest.raises(ConfigError, match=r"^data\.path: s3://maxpipe/corpus/b\.jsonl .*No space"):
         find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
