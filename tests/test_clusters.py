@@ -7,6 +7,7 @@ import pytest
 from helpers.compile_command import NARROW, QUICK, narrow_preset, report_of, tpu_aot
 
 from maxpipe.config import load, resolve
+from maxpipe.config.slices import num_chips
 
 CLUSTERS = sorted((Path(__file__).parents[1] / "configs" / "clusters").glob("*.yml"))
 BASE = "configs/base.yml"
@@ -16,10 +17,7 @@ SLICES = [2, pytest.param(4, marks=pytest.mark.grid)]
 def resolved(path):
     """Return the configuration resolved for its topology, and the chips of one slice."""
     config = load(path).config
-    chips = 1
-    for size in config.compile.topology.partition(":")[2].split("x"):
-        chips *= int(size)
-    slices = config.compile.num_slices
+    chips, slices = num_chips(config.compile.topology), config.compile.num_slices
     return resolve(config, chips * slices, slices), chips
 
 
@@ -82,18 +80,15 @@ class TestTpu:
     def test_engine_on_several_slices_sends_one_axis_over_dcn(
         self, tmp_path, schedule, axis, slices
     ):
-        inner = (
-            ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
-            if axis == "stage"
-            else ("mesh.ici.stage=4", "mesh.ici.fsdp=1")
-        )
+        inside = (1, 4) if axis == "stage" else (4, 1)
         report, text = report_of(
             tmp_path,
             BASE,
             *NARROW,
             "compile.topology=v5e:2x2",
             f"compile.num_slices={slices}",
-            *inner,
+            f"mesh.ici.stage={inside[0]}",
+            f"mesh.ici.fsdp={inside[1]}",
             f"mesh.dcn.{axis}={slices}",
             "model.num_layers=4",
             "pipeline.num_microbatches=4",
@@ -127,12 +122,8 @@ class TestTpu:
 def assert_only_this_axis_leaves_the_slice(report, text, axis):
     """Assert that collectives of `axis` alone send over 90 % of the bytes between slices."""
     crossing = [c for c in report["collectives"] if c["network"] == "dcn"]
-    kinds = {c["kind"] for c in crossing}
-    assert (
-        ("collective-permute" in kinds)
-        if axis == "stage"
-        else ({"all-reduce", "reduce-scatter"} & kinds)
-    )
+    kinds = {"collective-permute"} if axis == "stage" else {"all-reduce", "reduce-scatter"}
+    assert kinds & {c["kind"] for c in crossing}
     assert all(axis in c["axes"].split(",") for c in crossing)
     alone = sum(c["sent_bytes"] for c in crossing if c["axes"] == axis)
     assert alone > 0.9 * sum(c["sent_bytes"] for c in crossing)

@@ -1,5 +1,7 @@
 """A small base file and shorthands for loading and for the problems of a bad config."""
 
+import re
+
 import pytest
 
 from maxpipe.config import ConfigError, catalog, load, notes, resolve
@@ -83,10 +85,14 @@ def add(monkeypatch):
 def unlike(problems):
     """unlike({"key=value ...": (key, *parts of the message)}) -> the refusals that differ.
 
+    Or unlike("key=value ... -> key: part | part") with a line each, whose continuation is indented.
     With `alone`, a refusal of another key as well differs, too.
     """
 
     def _unlike(table, alone=False):
+        if isinstance(table, str):
+            rows = [line.split(" -> ") for line in re.sub(r"\n +", " ", table).splitlines()]
+            table = {words: re.split(r": | \| ", expected) for words, expected in rows}
         refusals = {words: problems(*words.split()) for words in table}
         return {
             words: refusals[words]

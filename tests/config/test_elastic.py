@@ -86,22 +86,3 @@ def test_counts_to_go_on_refuses_axes_that_no_lost_host_can_shrink(base):
             ConfigError, match=r"^mesh\.elastic\.axes: data=\d cannot shrink by whole"
         ):
             counts_to_go_on(load(base, [f"mesh.{axis}", "mesh.elastic.axes=[data]"]), hosts)
-
-
-def test_elastic_axes_that_make_no_sense_are_refused(unlike):
-    key = "mesh.elastic.axes"
-    table = {
-        f"{key}=[stage]": (key, "'stage' is not one of data, fsdp"),
-        f"{key}=[dta]": (key, "did you mean data"),
-        f"{key}=[data] checkpoint.every=0": (
-            key,
-            "needs checkpoint.every or checkpoint.every_minutes",
-        ),
-        f"{key}=[data] compile.load=step.bin": (key, "leave out one of the two keys"),
-    }
-    assert unlike(table) == {}
-
-
-def test_elastic_axes_with_checkpoints_by_time_are_taken(problems):
-    words = ("mesh.elastic.axes=[fsdp]", "checkpoint.every=0", "checkpoint.every_minutes=5")
-    assert problems(*words) == {}

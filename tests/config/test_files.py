@@ -26,6 +26,7 @@ BROKEN = {  # text of a file: the error, a pattern
     "x: &x {num_layers: 4}\nmodel:\n  <<: *x\n": "inherit with `base: other.yml`",
     "pipeline: {layers_per_stage: &x [*x]}\n": "nested too deeply",
     "steps: " + "[" * 5000: "not valid YAML",
+    "optimzer:\n  name: adamw\n": r"optimzer .*did you mean optimizer\?$",
     "model: 7\n": "is a section; --help model lists its keys",
     "steps: {a: 1}\n": "takes a value, not a section",
     "steps:\n": "has no value",

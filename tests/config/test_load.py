@@ -67,12 +67,6 @@ def test_load_problems_have_the_source_of_the_value(base):
         load(base, ["pipeline.num_microbatches=6"])
 
 
-def test_load_runs_rules_that_need_no_device(base):
-    assert keys_refused(base, "model.num_layers=9") == {"model.num_layers"}
-    assert keys_refused(base, "model.num_layers=9", "mesh.ici.fsdp=-1") == {"model.num_layers"}
-    assert load(base, ["model.num_layers=9", "mesh.ici.stage=-1"]).config.model.num_layers == 9
-
-
 def test_resolve_twice_changes_nothing(resolved):
     for words in ((), ("pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4")):
         once = resolved(*words)

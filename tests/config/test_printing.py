@@ -46,12 +46,6 @@ def test_print_config_is_yaml_with_sources(base):
     assert yaml.safe_load(text)["mesh"]["ici"]["stage"] == 2
 
 
-def test_print_config_marks_values_that_depend_on_devices(base):
-    text = print_config(load(base, ["mesh.ici.fsdp=-1"]))
-    assert "fsdp: -1" in text
-    assert "# command line; derived at start" in text
-
-
 def test_notes_give_reasons_of_derived_values(base):
     loaded = load(base, ["mesh.ici.fsdp=-1", "pipeline.num_repeats=2"])
     lines = notes(resolve(loaded, 4), loaded)

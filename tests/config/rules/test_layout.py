@@ -33,37 +33,32 @@ ENGINE = "pipeline.engine"
 REPEATS = "pipeline.num_repeats"
 PER_STAGE = "pipeline.num_layers_per_stage"
 SPLIT = "pipeline.layers_per_stage"
-REFUSED = {  # words: key and remedies
-    # An engine that does not fit the schedule
-    "pipeline.engine=sequential": (ENGINE, "mesh.*.stage makes 2"),
-    "pipeline.engine=circul": (ENGINE, "did you mean circular?"),
-    "pipeline.engine=scheduled pipeline.schedule=1f1b": (ENGINE, "schedule 1f1b (mpmd does)"),
-    "pipeline.engine=scheduled": (ENGINE, "schedule circular (circular does)"),
-    "pipeline.schedule=zb_h1 pipeline.num_repeats=2": (REPEATS, "must be 1 with schedule zb_h1"),
-    "pipeline.schedule=lockstep1f1b": ("pipeline.schedule", "did you mean lockstep_1f1b?"),
-    # Layers that do not divide
-    "model.num_layers=9": ("model.num_layers", "model.num_layers=8 or 10", f"{SPLIT}=[5,4]"),
-    "model.num_layers=1": ("model.num_layers", "model.num_layers=2"),
-    "pipeline.num_repeats=3": (
-        REPEATS,
-        "pipeline.num_repeats=4 pipeline.num_layers_per_stage=1",
-        "pipeline.num_repeats=2 pipeline.num_layers_per_stage=2",
-        "model.num_layers=6 or 12",
-        "pipeline.layers_per_stage=[2,2,1,1,1,1]",
-    ),
-    "pipeline.num_layers_per_stage=3": (PER_STAGE, "pipeline.num_layers_per_stage=4"),
-    # Uneven stages that do not add up
-    f"{SPLIT}=[3,3,2]": (SPLIT, "has 3 chunks, not 2 for each of 2 stages"),
-    f"{SPLIT}=[4,3]": (SPLIT, "adds up to 7, but model.num_layers=8", f"{SPLIT}=[4,4]"),
-    f"{SPLIT}=[8,0]": (SPLIT, "has a chunk without a layer"),
-    f"pipeline.schedule=gpipe {SPLIT}=[2,2,2,2]": (SPLIT, "not 1 for each"),
-    # Stages chosen by a search
-    AUTO: (SPLIT, "auto is for the mpmd engine"),
-    f"{AUTO} pipeline.schedule=zb_v model.num_layers=3": (
-        "model.num_layers",
-        "3 layers are too few for 2 stages x 2 repeats",
-    ),
-}
+# Words -> key: remedies or reasons.
+REFUSED = """\
+pipeline.engine=sequential -> pipeline.engine: mesh.*.stage makes 2
+pipeline.engine=circul -> pipeline.engine: did you mean circular?
+pipeline.engine=scheduled pipeline.schedule=1f1b -> pipeline.engine: schedule 1f1b (mpmd does)
+pipeline.engine=scheduled -> pipeline.engine: schedule circular (circular does)
+pipeline.schedule=zb_h1 pipeline.num_repeats=2 -> pipeline.num_repeats: must be 1 with schedule
+    zb_h1
+pipeline.schedule=lockstep1f1b -> pipeline.schedule: did you mean lockstep_1f1b?
+model.num_layers=9 -> model.num_layers: model.num_layers=8 or 10 | pipeline.layers_per_stage=[5,4]
+model.num_layers=1 -> model.num_layers: model.num_layers=2
+pipeline.num_repeats=3 -> pipeline.num_repeats: pipeline.num_repeats=4
+    pipeline.num_layers_per_stage=1 | pipeline.num_repeats=2 pipeline.num_layers_per_stage=2 |
+    model.num_layers=6 or 12 | pipeline.layers_per_stage=[2,2,1,1,1,1]
+pipeline.num_layers_per_stage=3 -> pipeline.num_layers_per_stage: pipeline.num_layers_per_stage=4
+pipeline.layers_per_stage=[3,3,2] -> pipeline.layers_per_stage: has 3 chunks, not 2 for each of 2
+    stages
+pipeline.layers_per_stage=[4,3] -> pipeline.layers_per_stage: adds up to 7, but model.num_layers=8 |
+    pipeline.layers_per_stage=[4,4]
+pipeline.layers_per_stage=[8,0] -> pipeline.layers_per_stage: has a chunk without a layer
+pipeline.schedule=gpipe pipeline.layers_per_stage=[2,2,2,2] -> pipeline.layers_per_stage: not 1 for
+    each
+pipeline.layers_per_stage=auto -> pipeline.layers_per_stage: auto is for the mpmd engine
+pipeline.layers_per_stage=auto pipeline.schedule=zb_v model.num_layers=3 -> model.num_layers: 3
+    layers are too few for 2 stages x 2 repeats
+"""
 
 
 def test_rules_of_stages_refuse_one_key_with_remedies(unlike):
@@ -71,6 +66,8 @@ def test_rules_of_stages_refuse_one_key_with_remedies(unlike):
 
 
 def test_layout_is_derived(resolved):
+    across = resolved("mesh.dcn.stage=2", "model.num_layers=12", devices=8, slices=2).pipeline
+    assert (across.num_repeats, across.num_microbatches) == (3, 4)
     layouts = {  # repeats and layers per stage
         "": (4, 1),
         "pipeline.num_repeats=2": (2, 2),
@@ -108,12 +105,6 @@ def test_layers_indivisible_proposals_are_legal(problems):
     for words, paste in proposals:
         assert problems(words, *paste.split()) == {}, paste
     assert f"{SPLIT}=[2,2,2,2]" in problems(f"{SPLIT}=[4,3,1]")[SPLIT]
-
-
-def test_num_stages_multiplies_over_slices(resolved):
-    config = resolved("mesh.dcn.stage=2", "model.num_layers=12", devices=8, slices=2)
-    assert config.pipeline.num_repeats == 3
-    assert config.pipeline.num_microbatches == 4
 
 
 def test_num_microbatches_is_derived(resolved):

@@ -9,87 +9,74 @@ MLA = "model.attention_kind=mla"
 RULES = "sharding.logical_axis_rules"
 
 SCALING = "model.rope_scaling"
-REFUSED = {  # words: key and remedy or reason
-    "model.num_query_heads=6": ("model.num_kv_heads", "legal are 1, 2, 3, 6"),
-    "model.embed_dim=66": ("model.embed_dim", "nearest legal: 64 or 68"),
-    "model.head_dim=15": ("model.head_dim", "must be even"),
-    "model.embed_dim=4": ("model.head_dim", "must be even"),
-    "model.rope_fraction=0.2": ("model.rope_fraction", "rotates 3 channels"),
-    # Parts of a model that need or exclude each other
-    "model.lora.targets=[query]": ("model.lora.targets", "needs model.lora.rank"),
-    "model.lora.rank=4 model.lora.targets=[]": ("model.lora.targets", "names none of"),
-    f"model.lora.rank=4 model.lora.targets=[up] {EXPERTS}": ("model.lora.targets", "names none of"),
-    f"model.lora.rank=4 model.lora.targets=[key,up] {EXPERTS}": ("model.lora.targets", "out up"),
-    f"model.lora.rank=4 {MLA}": ("model.lora.rank", "needs model.attention_kind=gqa"),
-    "model.quantised_passes=full": ("model.quantised_passes", "needs model.quantisation=int8 or f"),
-    f"model.quantisation=fp8 {EXPERTS}": ("model.quantisation", "needs model.moe.experts=0"),
-    "model.moe.balance_loss=0.01": ("model.moe.balance_loss", "needs model.moe.experts"),
-    "model.mla.kv_lora_rank=64": ("model.mla.kv_lora_rank", "needs model.attention_kind=mla"),
-    f"{MLA} model.num_kv_heads=2": ("model.num_kv_heads", "model.attention_kind=mla; use 4"),
-    f"{MLA} model.head_dim=64": ("model.head_dim", "qk_nope_head_dim + qk_rope_head_dim = 192"),
-    f"{MLA} model.attention_sinks=true": ("model.attention_sinks", "model.attention_kind=gqa"),
-    f"{MLA} model.mla.qk_rope_head_dim=3": ("model.mla.qk_rope_head_dim", "must be even"),
-    # Experts and the axis that splits them
-    "mesh.ici.expert=2": ("mesh.ici.expert", "use 1 and mesh.ici.fsdp=2, or set model.moe.experts"),
-    "mesh.dcn.expert=2": ("mesh.dcn.expert", "have no experts to share"),
-    "mesh.ici.expert=4 model.moe.experts=6": ("mesh.ici.expert", "use 2 or 3 or 6"),
-    f"mesh.ici.expert=2 {EXPERTS} {RULES}=[[activation_batch,[data,fsdp]]]": (
-        RULES,
-        "use [activation_batch, [data, fsdp, expert]]",
-    ),
-    f"{EXPERTS} {RULES}=[[expert,[fsdp]]]": (RULES, "use [expert, [expert]]"),
-    f"mesh.ici.expert=2 {EXPERTS} data.global_batch_size=9": (
-        "data.global_batch_size",
-        "num_microbatches x fsdp x expert = 2 x 2 x 2 = 8",
-    ),
-    f"{EXPERTS} model.moe.per_token=5": ("model.moe.per_token", "more than model.moe.experts=4"),
-    f"{EXPERTS} model.moe.capacity_factor=1.5 mesh.ici.context=2": (
-        "model.moe.capacity_factor",
-        "needs mesh.ici.context=1",
-    ),
-    f"{TOPK} model.moe.normalise=false": ("model.moe.normalise", "router=topk_softmax, only with"),
-    f"{TOPK} model.moe.bias_rate=1e-3": ("model.moe.bias_rate", "only with sigmoid, softmax"),
-    "model.moe.experts=8 model.moe.groups=3": ("model.moe.groups", "3 does not divide model.moe.e"),
-    f"{GROUPS} model.moe.groups_per_token=5": ("model.moe.groups_per_token", "more than model.moe"),
-    f"{GROUPS} model.moe.per_token=3": (
-        "model.moe.groups_per_token",
-        "give 2 experts, fewer than model.moe.per_token=3",
-    ),
-    "model.first_dense_layers=8 model.moe.experts=2": ("model.first_dense_layers", "be less than"),
-    # Positions and windows
-    "mesh.ici.context=2 mesh.dcn.context=3 data.sequence_length=100": (
-        "data.sequence_length",
-        "2 x mesh.*.context = 12; nearest legal: 96 or 108",
-    ),
-    f"mesh.ici.context=2 {RULES}=[[activation_length,[context,tensor]]]": (
-        RULES,
-        "use [activation_length, [context]]",
-    ),
-    f"{SCALING}.factor=8 {SCALING}.low_freq_factor=4": (
-        f"{SCALING}.low_freq_factor",
-        f"less than {SCALING}.high_freq_factor=4.0",
-    ),
-    f"{SCALING}.type=longrope {SCALING}.short_factor=[1,2]": (
-        f"{SCALING}.short_factor",
-        "a positive number for each of 8 rotated pairs; got 2 numbers",
-    ),
-    "model.layer_pattern=[local,globl] model.attention_window=4": (
-        "model.layer_pattern",
-        "'globl' is not one of global, local, global_nope, local_nope; did you mean global?",
-    ),
-    "model.layer_pattern=[local,global]": ("model.layer_pattern", "need model.attention_window"),
-    "model.layer_pattern=[global,global_nope] model.attention_window=4": (
-        "model.attention_window",
-        "model.layer_pattern has no local layer",
-    ),
-    # Rules of logical axes that are malformed
-    f"{RULES}=[[embed,[fsdp,fsdp]]]": (RULES, "uses a mesh axis twice"),
-    f"{RULES}=[[embed,[fsdp]],[embed,[]]]": (RULES, "'embed' has more than one rule"),
-    f"{RULES}=[[embed,[fdsp]]]": (RULES, "no mesh axis 'fdsp'; did you mean fsdp?"),
-    f"{RULES}=[[embed]]": (RULES, "is not of the form [logical axis, [mesh axes]]"),
-    f"{RULES}=[[embed,fsdp]]": (RULES, "is not of the form"),
-    f"{RULES}=[[[embed],[fsdp]]]": (RULES, "is not of the form"),
-}
+# Words -> key: remedies or reasons.
+REFUSED = """\
+model.num_query_heads=6 -> model.num_kv_heads: legal are 1, 2, 3, 6
+model.embed_dim=66 -> model.embed_dim: nearest legal: 64 or 68
+model.head_dim=15 -> model.head_dim: must be even
+model.embed_dim=4 -> model.head_dim: must be even
+model.rope_fraction=0.2 -> model.rope_fraction: rotates 3 channels
+model.lora.targets=[query] -> model.lora.targets: needs model.lora.rank
+model.lora.rank=4 model.lora.targets=[] -> model.lora.targets: names none of
+model.lora.rank=4 model.lora.targets=[up] model.moe.experts=4 -> model.lora.targets: names none of
+model.lora.rank=4 model.lora.targets=[key,up] model.moe.experts=4 -> model.lora.targets: out up
+model.lora.rank=4 model.attention_kind=mla -> model.lora.rank: needs model.attention_kind=gqa
+model.quantised_passes=full -> model.quantised_passes: needs model.quantisation=int8 or f
+model.quantisation=fp8 model.moe.experts=4 -> model.quantisation: needs model.moe.experts=0
+model.moe.balance_loss=0.01 -> model.moe.balance_loss: needs model.moe.experts
+model.mla.kv_lora_rank=64 -> model.mla.kv_lora_rank: needs model.attention_kind=mla
+model.attention_kind=mla model.num_kv_heads=2 -> model.num_kv_heads: model.attention_kind=mla; use 4
+model.attention_kind=mla model.head_dim=64 -> model.head_dim: qk_nope_head_dim + qk_rope_head_dim =
+    192
+model.attention_kind=mla model.attention_sinks=true -> model.attention_sinks:
+    model.attention_kind=gqa
+model.attention_kind=mla model.mla.qk_rope_head_dim=3 -> model.mla.qk_rope_head_dim: must be even
+mesh.ici.expert=2 -> mesh.ici.expert: use 1 and mesh.ici.fsdp=2, or set model.moe.experts
+mesh.dcn.expert=2 -> mesh.dcn.expert: have no experts to share
+mesh.ici.expert=4 model.moe.experts=6 -> mesh.ici.expert: use 2 or 3 or 6
+mesh.ici.expert=2 model.moe.experts=4 sharding.logical_axis_rules=[[activation_batch,[data,fsdp]]]
+    -> sharding.logical_axis_rules: use [activation_batch, [data, fsdp, expert]]
+model.moe.experts=4 sharding.logical_axis_rules=[[expert,[fsdp]]] -> sharding.logical_axis_rules:
+    use [expert, [expert]]
+mesh.ici.expert=2 model.moe.experts=4 data.global_batch_size=9 -> data.global_batch_size:
+    num_microbatches x fsdp x expert = 2 x 2 x 2 = 8
+model.moe.experts=4 model.moe.per_token=5 -> model.moe.per_token: more than model.moe.experts=4
+model.moe.experts=4 model.moe.capacity_factor=1.5 mesh.ici.context=2 -> model.moe.capacity_factor:
+    needs mesh.ici.context=1
+model.moe.experts=4 model.moe.router=topk_softmax model.moe.normalise=false -> model.moe.normalise:
+    router=topk_softmax, only with
+model.moe.experts=4 model.moe.router=topk_softmax model.moe.bias_rate=1e-3 -> model.moe.bias_rate:
+    only with sigmoid, softmax
+model.moe.experts=8 model.moe.groups=3 -> model.moe.groups: 3 does not divide model.moe.e
+model.moe.experts=8 model.moe.groups=4 model.moe.groups_per_token=5 -> model.moe.groups_per_token:
+    more than model.moe
+model.moe.experts=8 model.moe.groups=4 model.moe.per_token=3 -> model.moe.groups_per_token: give 2
+    experts, fewer than model.moe.per_token=3
+model.first_dense_layers=8 model.moe.experts=2 -> model.first_dense_layers: be less than
+mesh.ici.context=2 mesh.dcn.context=3 data.sequence_length=100 -> data.sequence_length: 2 x
+    mesh.*.context = 12; nearest legal: 96 or 108
+mesh.ici.context=2 sharding.logical_axis_rules=[[activation_length,[context,tensor]]] ->
+    sharding.logical_axis_rules: use [activation_length, [context]]
+model.rope_scaling.factor=8 model.rope_scaling.low_freq_factor=4 ->
+    model.rope_scaling.low_freq_factor: less than model.rope_scaling.high_freq_factor=4.0
+model.rope_scaling.type=longrope model.rope_scaling.short_factor=[1,2] ->
+    model.rope_scaling.short_factor: a positive number for each of 8 rotated pairs; got 2 numbers
+model.layer_pattern=[local,globl] model.attention_window=4 -> model.layer_pattern: 'globl' is not
+    one of global, local, global_nope, local_nope; did you mean global?
+model.layer_pattern=[local,global] -> model.layer_pattern: need model.attention_window
+model.layer_pattern=[global,global_nope] model.attention_window=4 -> model.attention_window:
+    model.layer_pattern has no local layer
+sharding.logical_axis_rules=[[embed,[fsdp,fsdp]]] -> sharding.logical_axis_rules: uses a mesh axis
+    twice
+sharding.logical_axis_rules=[[embed,[fsdp]],[embed,[]]] -> sharding.logical_axis_rules: 'embed' has
+    more than one rule
+sharding.logical_axis_rules=[[embed,[fdsp]]] -> sharding.logical_axis_rules: no mesh axis 'fdsp';
+    did you mean fsdp?
+sharding.logical_axis_rules=[[embed]] -> sharding.logical_axis_rules: is not of the form [logical
+    axis, [mesh axes]]
+sharding.logical_axis_rules=[[embed,fsdp]] -> sharding.logical_axis_rules: is not of the form
+sharding.logical_axis_rules=[[[embed],[fsdp]]] -> sharding.logical_axis_rules: is not of the form
+"""
 
 
 def test_rules_of_the_model_refuse_with_key_and_remedy(unlike):
