@@ -41,13 +41,11 @@ def in_turn(w, x, scale):
 
 
 def pipeline(module, x, *args, num_microbatches=2, axis="pipe", **kwargs):
-    """Run a pipeline over the stages of these tests."""
     options = {"num_microbatches": num_microbatches, "model_axis_name": axis}
     return execute_pipeline(module, x, *args, **options, **kwargs)
 
 
 def summed(module, x, *args, **kwargs):
-    """Return the result of a pipeline on every stage."""
     return jax.lax.psum(pipeline(module, x, *args, **kwargs), "pipe")
 
 
@@ -122,8 +120,6 @@ class Layer(nn.Module):
 
 
 class Bound(nn.Module):
-    """A Linen module around a pipeline, as in the usual tutorials."""
-
     @nn.compact
     def __call__(self, x):
         return summed(Layer(), x)
@@ -190,8 +186,6 @@ def test_execute_pipeline_draws_other_numbers_in_a_second_call(twice):
 
 
 class Normed(nn.Module):
-    """A stage with running statistics and a sown value."""
-
     train: bool = False
     sows: bool = False
 
@@ -203,7 +197,6 @@ class Normed(nn.Module):
 
 
 def on_two_devices(model, apply=None):
-    """Initialise a pipeline of two stages, apply it to a batch, and return the variables."""
     init = shard_map(model.init, 2, (WHOLE, WHOLE), STACKED)
     variables = init(jax.random.key(0), batch())
     apply = apply or model.apply
@@ -291,7 +284,6 @@ def test_execute_pipeline_step_passes_results_to_the_next_stage():
 
 
 def step_result(module, x):
-    """Return the result of two stages that begin with the same rows."""
     return execute_pipeline_step(module, x, x, model_axis_name="pipe")[1]
 
 
@@ -327,8 +319,6 @@ def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
 
 
 class Scaled(nn.Module):
-    """A stage whose keyword arguments are called like those of the functions around it."""
-
     @nn.compact
     def __call__(self, x, *, microbatch, mutable, rngs, method, state):
         return nn.Dense(WIDTH)(x) * (microbatch + mutable + rngs + method + state)

@@ -64,7 +64,6 @@ def chain_batch(rows=ROWS):
 
 
 def step_of(loss, of="1f1b", sizes=(1, 1, 1), **options):
-    """Return loss and gradients over stages of so many devices."""
     return pipelined(jax.value_and_grad(loss), table(of), meshes(*sizes), **options)
 
 

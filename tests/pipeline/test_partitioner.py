@@ -118,7 +118,6 @@ LATENT = {
 
 
 def sizes_of(config: Config) -> dict[str, object]:
-    """Return the sizes of a reduced configuration, those of the mesh excepted."""
     sizes: dict[str, object] = dict(SMALL)
     if config.model.attention_kind == "mla":
         del sizes["model.num_kv_heads"], sizes["model.head_dim"]
@@ -131,7 +130,6 @@ def sizes_of(config: Config) -> dict[str, object]:
 
 
 def reduced(path: str, overrides: Sequence[str]) -> Config:
-    """Load a configuration with two devices on each mesh axis that has several."""
     config = load(path).config
     mesh, sizes = config.mesh, sizes_of(config)
     for axis in MESH_AXES:

@@ -11,7 +11,6 @@ from maxpipe.pipeline.weights import Weights, axes_in_use, spec_in_use
 
 @pytest.fixture(scope="module")
 def setting():
-    """Weights and live parameters on stage=2 x fsdp=2 x tensor=2."""
     config = tiny("stage=2 fsdp=2 tensor=2 num_repeats=2 qk_norm=true")
     parts = build_engine_inputs(config, make_mesh(config))
     weights = Weights(

@@ -45,7 +45,6 @@ def engine(request):
 
 @cache
 def subject_of(name):
-    """Return an engine whose compiled step is shared by all tests."""
     return under_test(config_of(name))
 
 
@@ -130,7 +129,6 @@ def with_slow(first, further):
 
 @pytest.mark.parametrize("words", with_slow(EVALUATED, FURTHER))
 def test_evaluation_with_other_options_equals_that_of_one_device(words):
-    """Whatever idle slots hold."""
     config, batch = tiny(STAGES + words), make_batch(10, seed=1)
     fill = {"scheduled": "idle_fill", "circular": "bubble_fill"}.get(config.pipeline.engine)
     subject = under_test(config, **({fill: math.nan} if fill else {}))

@@ -40,7 +40,6 @@ LAYOUTS = {
 
 @cache
 def unrolled():
-    """Return loss and gradients of the batch on one device, layer after layer."""
     model = tiny(MODEL).model
     alike = [
         ModelProgram(

@@ -22,12 +22,10 @@ SLOTS = ("forward", "head", "backward")
 
 
 def slot_of(eqn):
-    """Return the slot of a tick that an equation belongs to, or None."""
     return next((s for s in str(eqn.source_info.name_stack).split("/") if s in SLOTS), None)
 
 
 def needs(body, eqns, sources):
-    """Return whether some of the equations of a body depend on one of the sources."""
     before = ancestors(body.eqns, [v for eqn in eqns for v in eqn.invars])
     return any(eqn is source for eqn in before for source in sources)
 
@@ -56,13 +54,10 @@ def test_backward_slot_waits_for_its_ticks_forward_unless_slots_overlap(
 
 
 def test_backward_slot_on_cpu_devices_waits_for_its_ticks_forward():
-    """Both may have collectives of the same kind."""
     assert any_backward_slot_waits_for_forward("lockstep_1f1b", overlap=True)
 
 
 def gathers(body):
-    """Return the equations of a body, outside of its loops, that gather weights."""
-
     def has_gather(eqn):
         inner = any(has_gather(e) for p in inner_jaxprs(eqn) for e in open_jaxpr(p).eqns)
         return eqn.primitive.name == "all_gather" or (eqn.primitive.name != "scan" and inner)
@@ -123,7 +118,6 @@ def scheduled_tick(directory, *words):
 
 
 def slot_by_name(instruction):
-    """Return the slot that an instruction's name stack has, or None."""
     name = re.search(r'op_name="([^"]*)"', instruction.attributes)
     return next((s for s in re.findall(r"\w+", name[1]) if s in SLOTS), None) if name else None
 

@@ -74,7 +74,6 @@ def step_of(words):
 
 
 def equations(jaxpr):
-    """Yield the equations of a program and of those within it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):

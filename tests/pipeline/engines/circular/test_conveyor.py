@@ -44,7 +44,6 @@ def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
 
 
 def example_lines(conveyor):
-    """The rows of the worked example in the module's docstring."""
     S, K = conveyor.num_stages, conveyor.num_slots
     state = conveyor.first_state(labelled_inputs(conveyor), {})
     for t in range(conveyor.num_iterations + 1):

@@ -64,7 +64,6 @@ def pairwise():
 
 
 def full_product():
-    """The product of some factors, in which the others vary."""
     yield from sampled_product(
         FACTORS, ("stages", "repeats", "layers", "microbatches", "delay"), is_legal
     )
@@ -87,7 +86,6 @@ def test_circular_equals_one_device_in_the_full_product(case):
 
 
 def small(words, rules):
-    """Two stages of two repeats with two-way FSDP, 24 rows in six microbatches."""
     common = "engine=circular stage=2 num_repeats=2 num_microbatches=6 fsdp=2 global_batch_size=24 "
     return tiny(common + words, **{"sharding.logical_axis_rules": rules})
 

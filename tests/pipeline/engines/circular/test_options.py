@@ -30,7 +30,6 @@ def circular(words):
 
 
 def residual_shapes(config):
-    """Return the shapes of what the forward hands to the backward."""
     subject = EngineUnderTest(config)
     batch, key = make_batch(ROWS), jax.random.key(0)
 

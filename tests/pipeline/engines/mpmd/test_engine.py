@@ -22,7 +22,6 @@ ROWS = 48
 
 
 def config_of(words="", **values):
-    """Two stages of a layer, four microbatches."""
     common = "schedule=1f1b stage=2 num_microbatches=4 num_layers=2 z_loss=0.01 "
     return tiny(f"{common} global_batch_size={ROWS} {words}", **values)
 

@@ -86,7 +86,6 @@ def test_evaluation_sums_over_rows_of_all_devices_and_over_no_padding(gather):
 
 
 def sums_by_axis(compiled, mesh, axis):
-    """Count the arrays that a program sums over a mesh axis."""
     return sum(
         len(i.operands)
         for computation in parse(compiled.as_text()).computations.values()

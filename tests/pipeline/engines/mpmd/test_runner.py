@@ -28,8 +28,6 @@ def microbatches():
 
 
 class Case:
-    """A chain of matrix products, one for each chunk, on three devices."""
-
     def __init__(self, schedule, loss=chain):
         self.table = load_schedule(schedule, S, M, SCHEDULES[schedule].repeats_for(1))
         self.weights = weights(self.table.num_chunks)

@@ -23,7 +23,6 @@ class Time:
         return self.now
 
     def until(self, seconds):
-        """Wait until so many seconds after the beginning."""
         self.now = max(self.now, BEGIN + seconds)
 
     def ready(self, at):

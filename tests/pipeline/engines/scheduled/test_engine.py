@@ -12,7 +12,6 @@ from maxpipe.pipeline.schedules.load import load_schedule
 
 
 def small(words="", **values):
-    """Two stages of two repeats with two-way FSDP, 24 rows in six microbatches."""
     common = "schedule=lockstep_1f1b stage=2 num_repeats=2 num_microbatches=6 fsdp=2 "
     return tiny(f"engine=scheduled global_batch_size=24 {common} {words}", **values)
 

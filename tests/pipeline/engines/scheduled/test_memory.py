@@ -30,7 +30,6 @@ def scheduled(words):
 
 
 def abstract_arguments(config, pipeline, parts):
-    """Return sharded shapes of (parameters, batch, key)."""
     leading = pipeline.layer_index().shape
     weights = Weights(parts.rules, parts.program.specs, pipeline.layer_axes, leading)
     rows = parts.rules.sharding(("activation_batch", "activation_length"))

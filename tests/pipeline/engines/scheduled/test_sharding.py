@@ -10,7 +10,6 @@ from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 
 
 def inputs_with(rules):
-    """Build the inputs of an engine under the default rules, some of them replaced."""
     changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
     values = {"sharding.logical_axis_rules": changed}
     config = tiny("schedule=lockstep_1f1b stage=2 fsdp=2 tensor=2", **values)

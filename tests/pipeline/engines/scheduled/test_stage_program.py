@@ -9,7 +9,6 @@ from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 
 def count(jaxpr):
-    """Count primitives by name, also in loops and branches."""
     counts = Counter()
     for eqn in jaxpr.eqns:
         counts[eqn.primitive.name] += 1
@@ -19,7 +18,6 @@ def count(jaxpr):
 
 
 def phases(run, *args):
-    """Return the bodies of the loops over ticks."""
     (program,) = (
         e for e in jax.make_jaxpr(run)(*args).jaxpr.eqns if e.primitive.name == "shard_map"
     )
