@@ -58,7 +58,13 @@ def test_gradients_of_a_table_from_a_file_are_exact(table, words, tmp_path):
         pytest.param({"outer_embed": []}, marks=pytest.mark.slow),
         pytest.param({"outer_embed": ["fsdp", "stage"]}, marks=pytest.mark.slow),
         pytest.param(
-            {"embed": ["tensor"], "mlp": ["fsdp"], "heads": ["data"], "kv_heads": []},
+            {
+                "embed": ["tensor"],
+                "outer_embed": [],
+                "mlp": ["fsdp"],
+                "heads": ["data"],
+                "kv_heads": [],
+            },
             marks=pytest.mark.slow,
         ),
     ],
