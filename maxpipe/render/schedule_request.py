@@ -6,7 +6,6 @@ Times are of a whole stage, all its chunks, for one microbatch.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,10 @@ from maxpipe.plan.solve import Task
 TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
 REPEATS = {"loop": 1, "v": 2}  # of solve, by placement
 _TIME = {"minimum": 0, "maximum": 1e100}
-_times = partial(option, **_TIME)
+
+
+def _times(default: list[float], about: str) -> Any:
+    return option(default, about, minimum=0, maximum=1e100)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ class Keys:
 
     def costs(self, collectives: float = 0.0) -> Costs:
         """Return the times of a stage's chunks, which share its time equally."""
-        of_chunks = (
+        forward, backward, input_gradient, weight_gradient = (
             (np.broadcast_to(time, self.stages) / self.repeats).tolist()
             for time in self.times().values()
         )
-        return Costs(*of_chunks, self.comm, self.head, collectives, self.activation_bytes)
+        others = self.comm, self.head, collectives, self.activation_bytes
+        return Costs(forward, backward, input_gradient, weight_gradient, *others)
 
 
 @dataclass(frozen=True)
