@@ -39,16 +39,10 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Frame:
-    """The geometry of a chart, in pixels.
+    """The geometry of a chart, in pixels."""
 
-    Attributes:
-      scale: pixels per unit of time.
-      horizon: the time at the right edge.
-      num_stages: number of rows.
-    """
-
-    scale: float
-    horizon: float
+    scale: float  # pixels per unit of time
+    horizon: float  # the time at the right edge
     num_stages: int
 
     @property
@@ -85,13 +79,10 @@ def fit_frame(runs: list[Simulation]) -> Frame:
 
 
 def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool = True) -> str:
-    """Draw a run as SVG.
+    """Draw a run as SVG, in a frame that other charts may share.
 
-    Args:
-      run: the simulated schedule.
-      frame: a frame shared with other charts; None for one that fits this chart.
-      standalone: whether to draw a file of its own, with styles, background and unit titles; for
-        a page, its script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
+    A standalone chart is a file of its own, with styles, background and unit titles; for a page,
+    its script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
     """
     frame = frame or fit_frame([run])
     table = run.table
@@ -111,27 +102,19 @@ def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool =
             f"{{.chart{{{DARK}}}}}{STYLE}</style>"
             f'<rect width="100%" height="100%" fill="var(--ground)"/>'
         )
-    parts += [
-        *_heading(run, frame),
-        *_rows(run, frame),
-        *_units(run, frame, standalone),
-        *_head(run, frame, standalone),
-    ]
-    parts += [*_curves(run, frame), "</svg>"]
+    parts += [*_heading(run), *_rows(run, frame), *_units(run, frame, standalone)]
+    parts += [*_head(run, frame, standalone), *_curves(run, frame), "</svg>"]
     return "\n".join(parts)
 
 
-def _heading(run: Simulation, frame: Frame) -> list[str]:
+def _heading(run: Simulation) -> list[str]:
     """Draw the name and the figures, and the legend next to them."""
     table = run.table
     facts = (
         f"bubble {run.bubble_fraction:.1%} · makespan {run.makespan:g} · peak in flight "
         f"{int(run.peak_in_flight.max())} {'chunks' if table.num_repeats > 1 else 'microbatches'}"
     )
-    parts = [
-        _text(LEFT, 18, escape(table.name), "title"),
-        _text(LEFT, 36, facts, "muted"),
-    ]
+    parts = [_text(LEFT, 18, escape(table.name), "title"), _text(LEFT, 36, facts, "muted")]
     x = legend = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
     for kind in table.kinds:
         for chunk in range(table.num_repeats):
@@ -165,32 +148,42 @@ def _units(run: Simulation, frame: Frame, titles: bool) -> list[str]:
     """Draw boxes and numbers, a group for every kind and chunk, so that each is styled once."""
     table, parts = run.table, []
     overlapping = _overlapping(run)
+    height = ROW / 2 if overlapping else float(ROW)
     for kind in table.kinds:
+        lane = height if overlapping and kind != "F" else 0.0
         for chunk in range(table.num_repeats):
             boxes, numbers = [], []
             fill = unit_colour(kind, chunk, table.num_repeats)
             for position in range(chunk * table.num_stages, (chunk + 1) * table.num_stages):
                 stage = int(table.stage_of_chunk[position])
-                y, height = frame.y(stage), float(ROW)
-                if overlapping:
-                    y, height = (y, ROW / 2) if kind == "F" else (y + ROW / 2, ROW / 2)
-                for microbatch in range(table.num_microbatches):
-                    start, end = (
-                        run.start[kind][microbatch, position],
-                        run.end[kind][microbatch, position],
-                    )
+                times = zip(run.start[kind][:, position], run.end[kind][:, position], strict=True)
+                for microbatch, (start, end) in enumerate(times):
                     if math.isnan(start):
                         continue
                     unit = Unit(kind, microbatch, position)
-                    x, width = frame.x(start), frame.scale * (end - start)
-                    boxes.append(
-                        _box(unit, stage, chunk, (start, end), (x, y, width, height), titles)
+                    title = (
+                        f"{unit}: {NAMES[kind]} of microbatch {microbatch}, "
+                        f"chunk {chunk} of stage {stage}, {start:g} to {end:g}"
                     )
+                    x, y, width = frame.x(start), frame.y(stage) + lane, frame.scale * (end - start)
+                    # A hairline between neighbours, unless they are too narrow.
+                    inset = 0.5 if width > 4 else 0.0
+                    shape = _at(x + inset, y, max(width - 2 * inset, 0), height)
+                    shape += ' rx="2.5"' * (inset > 0)
+                    at = f"{stage} {start:g} {end:g}"
+                    boxes.append(_box(shape, title if titles else "", str(unit), at))
                     if width >= _number_width(microbatch) - 1:
                         numbers.append(_text(x + width / 2, y + height / 2, f"{microbatch}"))
             parts.append(f'<g fill="{fill.hex}">{"".join(boxes)}</g>')
             parts.append(f'<g class="n" style="--ink:{ink(fill).hex}">{"".join(numbers)}</g>')
     return parts
+
+
+def _box(shape: str, title: str, unit: str, at: str) -> str:
+    """Return a rectangle with a title, or with data for a page's script."""
+    if title:
+        return f"<rect {shape}><title>{title}</title></rect>"
+    return f'<rect data-unit="{unit}" data-at="{at}" {shape}/>'
 
 
 def _overlapping(run: Simulation) -> bool:
@@ -205,44 +198,17 @@ def _overlapping(run: Simulation) -> bool:
     return bool((ends > starts + ROUNDING * run.makespan)[both.any(axis=1)].any())
 
 
-def _box(
-    unit: Unit,
-    stage: int,
-    chunk: int,
-    times: tuple[float, float],
-    place: tuple[float, float, float, float],
-    title: bool,
-) -> str:
-    x, y, width, height = place
-    # A hairline between neighbours, unless they are too narrow.
-    inset = 0.5 if width > 4 else 0.0
-    shape = _at(x + inset, y, max(width - 2 * inset, 0), height) + ' rx="2.5"' * (inset > 0)
-    if not title:
-        return f'<rect data-unit="{unit}" data-at="{stage} {times[0]:g} {times[1]:g}" {shape}/>'
-    text = (
-        f"{unit}: {NAMES[unit.kind]} of microbatch {unit.microbatch}, "
-        f"chunk {chunk} of stage {stage}, {times[0]:g} to {times[1]:g}"
-    )
-    return f"<rect {shape}><title>{text}</title></rect>"
-
-
 def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
     """Draw the loss: on every stage in lockstep, else on the stage of the last chunk."""
     table = run.table
     stages = range(table.num_stages) if table.lockstep else [int(table.stage_of_chunk[-1])]
     parts = []
     for microbatch, (start, end) in enumerate(zip(run.head_start, run.head_end, strict=True)):
-        if end <= start:
-            continue
-        for stage in stages:
-            place = frame.x(start), frame.y(stage), frame.scale * (end - start), ROW
-            shape = f'class="head" {_at(*place)}'
-            if titles:
-                title = f"<title>head of microbatch {microbatch}</title>"
-                parts.append(f"<rect {shape}>{title}</rect>")
-            else:
-                times = f"{stage} {start:g} {end:g}"
-                parts.append(f'<rect {shape} data-unit="H{microbatch}" data-at="{times}"/>')
+        title = f"head of microbatch {microbatch}" if titles else ""
+        for stage in stages if end > start else []:
+            place = _at(frame.x(start), frame.y(stage), frame.scale * (end - start), ROW)
+            at = f"{stage} {start:g} {end:g}"
+            parts.append(_box(f'class="head" {place}', title, f"H{microbatch}", at))
     return parts
 
 
@@ -257,10 +223,8 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(frame.x(frame.horizon))}"/>')
         parts.append(_text(LEFT - 10, float(y) + 4, f"{value:g}", "end muted"))
     steps, x = [], LEFT + 64.0
-    named = {
-        round(s)
-        for s in np.linspace(0, table.num_stages - 1, min(table.num_stages, MAX_NAMED_STAGES))
-    }
+    number = min(table.num_stages, MAX_NAMED_STAGES)
+    named = np.linspace(0, table.num_stages - 1, number).round().tolist()
     for stage in range(table.num_stages):
         times, counts = run.in_flight(stage)
         # Several changes at the same time are one step, to the last value.

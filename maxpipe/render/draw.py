@@ -48,7 +48,7 @@ def draw(arguments: argparse.Namespace) -> None:
 
 
 def _draw_schedules(arguments: argparse.Namespace) -> None:
-    problems = _without_seconds(arguments)
+    problems = _misplaced(arguments, seconds=True)
     names = [word for word in arguments.words if "=" not in word]
     for option in ("csv", "svg"):
         if getattr(arguments, option) and (arguments.compare or len(names) > 1):
@@ -57,49 +57,41 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
     for run in runs:
         if run.table.note:
             print(in_own_keys(run.table.note), file=sys.stderr)
-    _write_files(arguments, runs, subtitle)
     if arguments.compare and not arguments.plan:
+        _write_files(arguments, runs, subtitle)
         sys.stdout.write(comparison_text(runs))
-    elif not _names_files(arguments):
-        _print(runs, arguments.plan)
+    else:
+        _show(arguments, runs, subtitle)
 
 
 def _solve(arguments: argparse.Namespace) -> None:
-    problems = []
-    if arguments.compare:
-        message = "solve compares with named schedules anyway; leave it out"
-        problems.append(Problem("--compare", message))
+    problems = _misplaced(arguments, compare="solve compares with named schedules anyway")
     seconds = DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds
     if not 0 <= seconds < math.inf:
         problems.append(Problem("--seconds", f"must be a number, at least 0; got {seconds:g}"))
     task = read_task(arguments.words[1:], problems)
     solution = _search(task, seconds)
     sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
-    _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
-    if not _names_files(arguments):
-        _print([solution.run], arguments.plan)
+    subtitle = f"{sizes}; times are of a chunk and one microbatch"
+    if _show(arguments, [solution.run], subtitle):
         sys.stdout.write("\n")
     sys.stdout.write(_solution_text(solution))
 
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
-    problems = _without_seconds(arguments)
-    if arguments.compare:
-        message = "is for schedules by name; a configuration is compared with uniform stages anyway"
-        problems.append(Problem("--compare", message))
+    message = "is for schedules by name; a configuration is compared with uniform stages anyway"
+    problems = _misplaced(arguments, seconds=True, compare=message)
     path, *words = arguments.words
     if problems := [*problems, *repeated_words(words)]:
         raise ConfigError(*problems)
     from maxpipe.render.stage_times import draw_configuration  # imports JAX, which is slow
 
     try:
-        drawing = draw_configuration(path, words)
+        runs, text, subtitle = draw_configuration(path, words)
     except ScheduleError as error:
         raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from None
-    _write_files(arguments, drawing.runs, drawing.subtitle)
-    if not _names_files(arguments):
-        _print(drawing.runs[:1], arguments.plan)
-        sys.stdout.write("\n" + drawing.text)
+    if _show(arguments, runs, subtitle, runs[:1]):
+        sys.stdout.write("\n" + text)
 
 
 def _search(task: Task, seconds: float) -> Solution:
@@ -130,36 +122,46 @@ def _solution_text(solution: Solution) -> str:
     )
 
 
-def _without_seconds(arguments: argparse.Namespace) -> list[Problem]:
-    if arguments.seconds is None:
-        return []
-    return [Problem("--seconds", "is for solve; a schedule that is given needs no search")]
+def _misplaced(
+    arguments: argparse.Namespace, *, seconds: bool = False, compare: str = ""
+) -> list[Problem]:
+    """Return the problems of flags that are for other words, if these are."""
+    problems = []
+    if seconds and arguments.seconds is not None:
+        message = "is for solve; a schedule that is given needs no search"
+        problems.append(Problem("--seconds", message))
+    if compare and arguments.compare:
+        problems.append(Problem("--compare", compare))
+    return problems
 
 
-def _names_files(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.csv or arguments.svg or arguments.html) and not arguments.plan
+def _show(
+    arguments: argparse.Namespace,
+    runs: Sequence[Simulation],
+    subtitle: str,
+    printed: Sequence[Simulation] | None = None,
+) -> bool:
+    """Write the files that are named; without any, or with --plan, print and return true."""
+    _write_files(arguments, runs, subtitle)
+    printed = printed or runs
+    if arguments.plan:
+        from maxpipe.render.stage_times import plans_text  # imports JAX, which is slow
+
+        sys.stdout.write(plans_text(printed))
+        return True
+    if arguments.csv or arguments.svg or arguments.html:
+        return False
+    width, colour = terminal_width(sys.stdout) or 120, wants_colour(sys.stdout)
+    sys.stdout.write("\n".join(render_terminal(r, colour=colour, width=width) for r in printed))
+    return True
 
 
 def _write_files(arguments: argparse.Namespace, runs: Sequence[Simulation], subtitle: str) -> None:
-    if arguments.csv:
-        _write("--csv", arguments.csv, to_csv(runs[0].table))
-    if arguments.svg:
-        _write("--svg", arguments.svg, chart_svg(runs[0]))
-    if arguments.html:
-        _write("--html", arguments.html, page_html(runs, subtitle))
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    write_file(flag, path, text)
-    print(f"wrote {path}", file=sys.stderr)  # stdout may be the file
-
-
-def _print(runs: Sequence[Simulation], plan: bool) -> None:
-    if plan:
-        from maxpipe.render.stage_times import plans_text  # imports JAX, which is slow
-
-        sys.stdout.write(plans_text(runs))
-        return
-    width = terminal_width(sys.stdout) or 120
-    colour = wants_colour(sys.stdout)
-    sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))
+    for flag, write in (
+        ("csv", lambda: to_csv(runs[0].table)),
+        ("svg", lambda: chart_svg(runs[0])),
+        ("html", lambda: page_html(runs, subtitle)),
+    ):
+        if path := getattr(arguments, flag):
+            write_file(f"--{flag}", path, write())
+            print(f"wrote {path}", file=sys.stderr)  # stdout may be the file

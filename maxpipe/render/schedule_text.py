@@ -22,64 +22,53 @@ FOOTNOTES = (
 
 
 def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
-    """Return the table in blocks of ticks that fit the width, then what it costs.
+    """Return the table in blocks of ticks that fit a terminal's width, then what it costs.
 
-    A lockstep stage has a line for each kind, a free-running one a single line. With colour a cell
-    shows the microbatch, without it the whole unit.
-
-    Args:
-      run: the simulated table.
-      colour: whether to use ANSI colours (of the 256-colour palette).
-      width: columns of the terminal.
+    A lockstep stage has a line for each kind, a free-running one a single line. With ANSI colours,
+    of the 256-colour palette, a cell shows the microbatch, without them the whole unit.
     """
     table = run.table
     lines = [(kind,) for kind in table.kinds] if table.lockstep else [table.kinds]
     example = Unit("F", table.num_microbatches - 1, table.num_chunks - 1)
-    cell_width = 1 + len(str(example.microbatch) if colour else str(example))
-    cell_width = max(cell_width, 1 + len(str(table.num_ticks - 1)))
+    longest = len(str(example.microbatch) if colour else str(example))
+    cell_width = 1 + max(longest, len(str(table.num_ticks - 1)))
     label_width = len(f"stage {table.num_stages - 1} F ")
     per_block = max((width - label_width) // cell_width, 1)
     starts = range(0, table.num_ticks, per_block)
-    text = [_headline(run), *_legend(table, colour), ""]
+    form = "lockstep" if table.lockstep else "free-running"
+    repeats = "repeats" if table.num_repeats > 1 else "repeat"
+    headline = (
+        f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches, "
+        f"{table.num_repeats} {repeats}, {table.num_ticks} {form} ticks"
+    )
+    text = [headline, _legend(table, colour)]
     for start in starts[:MAX_BLOCKS]:
         ticks = range(start, min(start + per_block, table.num_ticks))
-        text.append("tick".ljust(label_width) + "".join(f"{t:>{cell_width}}" for t in ticks))
+        numbered = "".join(f"{t:>{cell_width}}" for t in ticks)
+        text += ["", f"{'tick':<{label_width}}{numbered}"]
         for stage in range(table.num_stages):
             for index, kinds in enumerate(lines):
                 label = f"stage {stage}" if index == 0 else ""
-                label = (
-                    f"{label:<{label_width - 2}}{kinds[0]} "
-                    if table.lockstep
-                    else label.ljust(label_width)
-                )
-                text.append(
-                    label
-                    + "".join(_cell(table, kinds, t, stage, cell_width, colour) for t in ticks)
-                )
-        text.append("")
+                label = f"{label:<{label_width - 2}}{kinds[0] if table.lockstep else ' '} "
+                cells = (_cell(table, kinds, t, stage, cell_width, colour) for t in ticks)
+                text.append(label + "".join(cells))
     if len(starts) > MAX_BLOCKS:
-        text += [
-            f"... {table.num_ticks - MAX_BLOCKS * per_block} more ticks; "
-            "--html FILE shows them all",
-            "",
-        ]
-    return "\n".join([*text, *_costs(run)]) + "\n"
+        hidden = table.num_ticks - MAX_BLOCKS * per_block
+        text += ["", f"... {hidden} more ticks; --html FILE shows them all"]
+    return "\n".join([*text, "", *_costs(run)]) + "\n"
 
 
 def _cell(
     table: Table, kinds: tuple[str, ...], tick: int, stage: int, width: int, colour: bool
 ) -> str:
     for kind in kinds:
-        microbatch, chunk = (
-            int(table.microbatch[kind][tick, stage]),
-            int(table.chunk[kind][tick, stage]),
-        )
-        if microbatch != IDLE:
-            if colour:
-                return _painted(
-                    f"{microbatch:>{width}}", unit_colour(kind, chunk, table.num_repeats)
-                )
-            return f"{Unit(kind, microbatch, int(table.global_chunk(chunk, stage)))!s:>{width}}"
+        microbatch, chunk = (int(of[kind][tick, stage]) for of in (table.microbatch, table.chunk))
+        if microbatch == IDLE:
+            continue
+        if colour:
+            fill = unit_colour(kind, chunk, table.num_repeats)
+            return _painted(f"{microbatch:>{width}}", fill)
+        return f"{Unit(kind, microbatch, int(table.global_chunk(chunk, stage)))!s:>{width}}"
     return ".".rjust(width)
 
 
@@ -93,82 +82,53 @@ def _palette(colour: Rgb) -> int:
     return 16 + 36 * red + 6 * green + blue
 
 
-def _headline(run: Simulation) -> str:
-    table = run.table
-    form = "lockstep" if table.lockstep else "free-running"
-    repeats = "repeats" if table.num_repeats > 1 else "repeat"
-    return (
-        f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches, "
-        f"{table.num_repeats} {repeats}, {table.num_ticks} {form} ticks"
-    )
-
-
-def _legend(table: Table, colour: bool) -> list[str]:
+def _legend(table: Table, colour: bool) -> str:
     if not colour:
-        return [
-            "cells: global chunk, kind, microbatch; kinds: "
-            + ", ".join(f"{k} {NAMES[k]}" for k in table.kinds)
-        ]
-    entries = []
-    for kind in table.kinds:
-        shades = (
-            _painted(f" {c} ", unit_colour(kind, c, table.num_repeats))
-            for c in range(table.num_repeats)
-        )
-        entries.append(f"{NAMES[kind]} {''.join(shades)}")
-    return ["cells: microbatch; shades: chunk    " + "   ".join(entries)]
+        kinds = ", ".join(f"{k} {NAMES[k]}" for k in table.kinds)
+        return f"cells: global chunk, kind, microbatch; kinds: {kinds}"
+    chunks = range(table.num_repeats)
+    entries = (
+        f"{NAMES[kind]} "
+        + "".join(_painted(f" {c} ", unit_colour(kind, c, table.num_repeats)) for c in chunks)
+        for kind in table.kinds
+    )
+    return "cells: microbatch; shades: chunk    " + "   ".join(entries)
 
 
 def _costs(run: Simulation) -> list[str]:
     """Return what the table costs, a line each; without colour, so that it can be searched."""
     table = run.table
-    chunks = "chunks" if table.num_repeats > 1 else "microbatches"
 
     def peak(stages: np.ndarray) -> str:
-        return (
-            f"{int(stages.max())} {chunks} (by stage: {' '.join(str(p) for p in stages.tolist())})"
-        )
+        chunks = "chunks" if table.num_repeats > 1 else "microbatches"
+        return f"{int(stages.max())} {chunks} (by stage: {' '.join(map(str, stages.tolist()))})"
 
-    text = [
-        f"makespan        {run.makespan:g}",
-        f"bubble          {run.bubble:.6g} a stage, {run.bubble_fraction:.1%} of all stages' time",
-        *(
-            [f"idle in a span  {run.idle_in_span:.6g} (from a stage's first unit to its last)"]
-            if not table.lockstep
-            else []
-        ),
-        f"peak in flight  {peak(run.peak_in_flight)}",
-        *(
-            [f"peak stash      {peak(run.peak_stash)} between I and W"]
-            if "W" in table.kinds
-            else []
-        ),
-        f"bytes sent      {run.bytes_sent.sum():g} (most by a stage: {np.max(run.bytes_sent):g})",
-    ]
-    if table.lockstep:
-        runs = ", ".join(
-            f"{p.start}-{p.stop - 1} {'+'.join(p.kinds) or 'idle'}" for p in phases(table)
-        )
-        text.append(f"ticks           {runs}")
-    return text
+    idle = f"{run.idle_in_span:.6g} (from a stage's first unit to its last)"
+    ticks = (f"{p.start}-{p.stop - 1} {'+'.join(p.kinds) or 'idle'}" for p in phases(table))
+    figures = {
+        "makespan": f"{run.makespan:g}",
+        "bubble": f"{run.bubble:.6g} a stage, {run.bubble_fraction:.1%} of all stages' time",
+        "idle in a span": "" if table.lockstep else idle,
+        "peak in flight": peak(run.peak_in_flight),
+        "peak stash": f"{peak(run.peak_stash)} between I and W" if "W" in table.kinds else "",
+        "bytes sent": f"{run.bytes_sent.sum():g} (most by a stage: {np.max(run.bytes_sent):g})",
+        "ticks": ", ".join(ticks) if table.lockstep else "",
+    }
+    return [f"{name:<16}{text}" for name, text in figures.items() if text]
 
 
 def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
     """Return a row under `HEADER` for every run, the shortest first."""
     ordered = sorted(runs, key=lambda run: run.makespan)
     return [
-        (
-            run.table.name,
-            str(run.table.num_repeats),
-            *figures,
-            ", ".join(_engines(run.table)) or "-",
-        )
-        for run, *figures in zip(
-            ordered,
+        *zip(
+            [run.table.name for run in ordered],
+            [str(run.table.num_repeats) for run in ordered],
             numbers([run.makespan for run in ordered], 5),
             [f"{run.bubble_fraction:.1%}" for run in ordered],
             numbers([run.peak_in_flight.max() / run.table.num_repeats for run in ordered], 4),
             [f"{run.bytes_sent.sum():g}" for run in ordered],
+            [", ".join(_engines(run.table)) or "-" for run in ordered],
             strict=True,
         )
     ]

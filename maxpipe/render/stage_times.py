@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from math import inf
 
 from maxpipe.config import Config, ConfigError, Problem, load, resolve
@@ -23,27 +23,13 @@ from maxpipe.plan.auto_stages import (
 from maxpipe.plan.simulate import Simulation
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """What there is to draw.
-
-    Attributes:
-      runs: simulations of the configured stages, and of uniform ones if they differ; tables are
-        named after their chunks.
-      text: stages and figures, in lines.
-      subtitle: the model and the unit of time.
-    """
-
-    runs: Sequence[Simulation]
-    text: str
-    subtitle: str
-
-
-def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
+def draw_configuration(path: str, overrides: Sequence[str]) -> tuple[list[Simulation], str, str]:
     """Simulate the schedule of a YAML file with `key=value` words.
 
     Devices are those of `compile.topology`, whose chips limit memory, else as many as the mesh
-    names, where -1 counts as 1.
+    names, where -1 counts as 1. Return the simulations of the configured stages, and of uniform
+    ones if they differ, with tables named after their chunks; stages and figures, in lines; the
+    model and the unit of time.
 
     Raises:
       ConfigError: the configuration is wrong, has one stage, or no stages that fit.
@@ -58,18 +44,16 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     even = uniform_sizes(config)
     limit = memory_limit(config, topology_memory(config.compile.topology))
     uniform = predict(config, even) if even else None
-    if config.pipeline.layers_per_stage == AUTO:
-        chosen = plan_stages(config, limit)
-    else:
-        chosen = predict(config)
-    predictions = [chosen]
-    if uniform and uniform.sizes != chosen.sizes:
-        predictions.append(uniform)
-    return Drawing(
-        [_named_after_chunks(prediction) for prediction in predictions],
-        stages_text(chosen, uniform, None if engine.one_program else limit),
-        f"{path}, {sum(chosen.sizes)} layers; the forward of a layer takes 1",
-    )
+    is_auto = config.pipeline.layers_per_stage == AUTO
+    chosen = plan_stages(config, limit) if is_auto else predict(config)
+    runs = []
+    for prediction in (chosen, uniform):
+        if prediction and (prediction is chosen or prediction.sizes != chosen.sizes):
+            table = prediction.run.table
+            name = f"{table.name} {str(prediction.sizes).replace(' ', '')}"
+            runs.append(replace(prediction.run, table=replace(table, name=name)))
+    text = _stages_text(chosen, uniform, None if engine.one_program else limit)
+    return runs, text, f"{path}, {sum(chosen.sizes)} layers; the forward of a layer takes 1"
 
 
 def plans_text(runs: Sequence[Simulation]) -> str:
@@ -77,16 +61,13 @@ def plans_text(runs: Sequence[Simulation]) -> str:
     return "\n".join(f"{plan_text(lockstep_plan(run.table))}\n" for run in runs)
 
 
-def stages_text(
+def _stages_text(
     chosen: PredictedStages, uniform: PredictedStages | None, limit: float | None
 ) -> str:
     """Return a line for each stage, then the slowest one, and uniform stages if they differ.
 
-    Args:
-      chosen: the stages that were drawn.
-      uniform: what uniform stages would cost; None if the layers do not divide evenly.
-      limit: bytes that a device may use, infinite if unknown; None where memory was predicted for
-        another engine.
+    Those are None if the layers do not divide evenly. `limit` is bytes that a device may use,
+    infinite if unknown; None where memory was predicted for another engine.
     """
     lines = ["stages          times of one microbatch; the forward of a layer is 1"]
     for stage in range(chosen.run.table.num_stages):
@@ -136,9 +117,3 @@ def _devices(config: Config) -> tuple[int, int]:
         for axes in (config.mesh.ici, config.mesh.dcn)
     )
     return ici * dcn, dcn
-
-
-def _named_after_chunks(prediction: PredictedStages) -> Simulation:
-    table = prediction.run.table
-    sizes = str(prediction.sizes).replace(" ", "")
-    return replace(prediction.run, table=replace(table, name=f"{table.name} {sizes}"))
