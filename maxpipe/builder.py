@@ -23,8 +23,7 @@ from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.plan.choices import with_gather_mode, with_remat_cheap
-from maxpipe.plan.prefetch import gathers_in_steps
+from maxpipe.plan.choices import gathers_in_steps, with_gather_mode, with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
 from maxpipe.training.trainer import Trainer

@@ -1,10 +1,10 @@
 """Choose how many layers each stage gets under a memory limit, and predict what a choice costs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, permutations
 from math import inf
 from typing import TypeAlias
 
@@ -20,13 +20,12 @@ from maxpipe.config.terminal import Note
 from maxpipe.config.values import AUTO, words_of
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
-from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
+from maxpipe.pipeline.schedules.load import build_table, is_timed
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.plan.layer_times import LayerTimes, layer_times
 from maxpipe.plan.memory_changes import memory_changes
 from maxpipe.plan.search.memory import StageMemory
-from maxpipe.plan.simulate import Costs, Simulation, simulate
-from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
+from maxpipe.plan.simulate import Simulation, simulate
 
 LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"
@@ -37,19 +36,12 @@ Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
 @dataclass(frozen=True, eq=False)
 class PredictedStages:
-    """The predicted cost of stages with given numbers of layers.
+    """The predicted cost of stages with given numbers of layers."""
 
-    Attributes:
-      sizes: layers of each chunk, in model order.
-      times: the times of a layer and of the head.
-      run: the simulated schedule with these stages; its unit of time is one layer's forward.
-      memory: float [S], bytes on one device of each stage, from shapes; for the MPMD engine.
-    """
-
-    sizes: list[int]
+    sizes: list[int]  # layers of each chunk, in model order
     times: LayerTimes
-    run: Simulation
-    memory: np.ndarray
+    run: Simulation  # its unit of time is one layer's forward
+    memory: np.ndarray  # float [S], bytes on a device of each stage, from shapes; for MPMD
 
     @property
     def times_of_stages(self) -> tuple[np.ndarray, np.ndarray]:
@@ -64,12 +56,10 @@ class PredictedStages:
 
 
 def run_table(config: Config) -> Table:
-    """Build the table that is simulated: a lockstep one on the MPMD engine loses its ticks.
+    """Build the table that is simulated, or raise ScheduleError.
 
-    No stage waits for a tick there; only the order of units on each stage remains.
-
-    Raises:
-      ScheduleError: the schedule cannot be built.
+    A lockstep one loses its ticks on the MPMD engine: no stage waits for a tick there; only the
+    order of units on each stage remains.
     """
     table = build_table(config)
     if ENGINES[config.pipeline.engine].one_program or not table.lockstep:
@@ -88,11 +78,7 @@ def run_table(config: Config) -> Table:
 def predict(
     config: Config, sizes: Sequence[int] | None = None, *, on_tpus: bool = False
 ) -> PredictedStages:
-    """Simulate the schedule of a resolved configuration with chunks of these sizes, or its own.
-
-    Raises:
-      ScheduleError: the schedule cannot be built.
-    """
+    """Simulate the schedule of a resolved configuration with chunks of these sizes, or its own."""
     sizes = sizes or build_layout(config).chunk_sizes
     # An order that follows unit times depends on the sizes; no layer is left outside the pipeline.
     sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
@@ -130,13 +116,9 @@ def uniform_sizes(config: Config) -> list[int] | None:
 
 
 def plan_stages(config: Config, limit: float) -> PredictedStages:
-    """Plan stages so that the slowest one takes the least time.
+    """Plan stages that fit a limit in bytes, so that the slowest one takes the least time.
 
     Uniform stages are taken if the simulator finds them no slower.
-
-    Args:
-      config: the resolved configuration, with `pipeline.layers_per_stage` still auto.
-      limit: bytes that a device may use; infinite if unknown.
 
     Raises:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
@@ -201,15 +183,111 @@ def _distribute(config: Config, limit: float, *, by_memory: bool = False) -> lis
     return sizes
 
 
+def balance_layers(
+    cost: Callable[[int, int, int], float], num_stages: int, total: int
+) -> list[int] | None:
+    """Return numbers of layers such that the most costly stage costs the least.
+
+    Among equal choices the one whose stages differ least is taken, and among these the one with
+    more layers in front, whose pipeline is full a little earlier.
+
+    Args:
+      cost: returns what holding some layers costs a stage, infinite where it cannot; its arguments
+        are the stage, the first layer, and the number of layers.
+      num_stages: number of stages, which hold the layers one after another.
+      total: layers to distribute.
+
+    Returns:
+      Numbers that add up to `total`; None if every choice has a stage that cannot hold its layers.
+    """
+
+    @cache
+    def cost_of(stage: int, left: int, layers: int) -> float:
+        """Return the cost of a stage that holds the first of the `left` layers."""
+        return cost(stage, total - left, layers)
+
+    @cache
+    def worst(stage: int, left: int) -> float:
+        """Return the cost of the most costly stage from `stage` on, if these hold `left` layers."""
+        if stage == num_stages - 1:
+            return cost_of(stage, left, left)
+        return min(
+            max(cost_of(stage, left, n), worst(stage + 1, left - n)) for n in range(left + 1)
+        )
+
+    limit = worst(0, total) * (1 + 1e-9)
+    if limit == inf:
+        return None
+
+    @cache
+    def spread(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Return (sum of squared costs from `stage` on, layers of each stage with a minus sign).
+
+        The sum is infinite if a cost is above the limit. With the sign, the least of equal sums has
+        more layers in front.
+        """
+        if stage == num_stages - 1:
+            return square(cost_of(stage, left, left)), (-left,)
+        choices = []
+        for n in range(left + 1):
+            own = square(cost_of(stage, left, n))
+            others, layers = spread(stage + 1, left - n) if own < inf else (inf, ())
+            choices.append((own + others, (-n, *layers)))
+        return min(choices)
+
+    def square(cost: float) -> float:
+        if cost > limit:
+            return inf
+        # An integer, so that sums do not depend on the order of their terms.
+        return round(1e9 * (cost / limit) ** 2) if limit else 0
+
+    return [-n for n in spread(0, total)[1]]
+
+
+def chunk_sizes(layers: int, num_chunks: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Distribute a stage's layers over its chunks, at least one each and otherwise evenly.
+
+    The first chunks get more where the layers do not divide. `first` and `last` are the work of the
+    first and the last chunk besides their layers, in layers.
+    """
+    assert layers >= num_chunks
+    work = [1.0] * num_chunks
+    work[0] += first
+    work[-1] += last
+    sizes = [1] * num_chunks
+    for _ in range(layers - num_chunks):
+        least = work.index(min(work))
+        sizes[least] += 1
+        work[least] += 1
+    return sizes
+
+
+def lightened(
+    sizes: tuple[int, ...], weight: Callable[[tuple[int, ...]], float], limit: float
+) -> tuple[int, ...]:
+    """Move layers between a stage's chunks, one by one, until it weighs at most the limit.
+
+    If it cannot, return sizes that no such move makes lighter; of two chunks, the lightest ones.
+    What the stage weighs is convex in the sizes, each of which stays at least one.
+    """
+    while weight(sizes) > limit:
+        moves = (
+            tuple(n - (c == source) + (c == target) for c, n in enumerate(sizes))
+            for source, target in permutations(range(len(sizes)), 2)
+            if sizes[source] > 1
+        )
+        lightest = min(moves, key=weight, default=sizes)
+        if weight(lightest) >= weight(sizes):
+            break
+        sizes = lightest
+    return sizes
+
+
 def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Config:
     """Return the configuration with `layers_per_stage` and `unit_times` decided if they are auto.
 
-    Args:
-      chip_bytes: memory of a device; None if unknown.
-      note: function called with the decision and its reason, one line each.
-
-    Raises:
-      ConfigError: nothing fits, or the schedule cannot be built.
+    Call `note` with each decision and its reason. Raise ConfigError if nothing fits the memory of
+    a chip (None if unknown), or if the schedule cannot be built.
     """
     config = with_unit_times(config)
     if config.pipeline.layers_per_stage == AUTO:
@@ -226,7 +304,8 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Confi
             config, {LAYERS_KEY: chosen.sizes, "pipeline.num_layers_per_stage": largest}
         )
     if _follows_times(config) and config.pipeline.unit_times:
-        note(_order_reason(config))
+        numbers = str(config.pipeline.unit_times).replace(" ", "")
+        note(f"{TIMES_KEY}={numbers}: the order of {config.pipeline.schedule} follows these times")
     return config
 
 
@@ -242,21 +321,6 @@ def with_unit_times(config: Config) -> Config:
 def _follows_times(config: Config) -> bool:
     pipeline = config.pipeline
     return is_timed(pipeline.schedule) and ENGINES[pipeline.engine].takes(TIMES_KEY)
-
-
-def _order_reason(config: Config) -> str:
-    """Return a line that compares the order that follows `unit_times` with the published one."""
-    times = times_of_chunks(config)
-    assert times is not None, "chosen before"
-    before, now = (
-        simulate(run_table(each), Costs(*times)).makespan
-        for each in (update(config, {TIMES_KEY: []}), config)
-    )
-    numbers = str(config.pipeline.unit_times).replace(" ", "")
-    return (
-        f"{TIMES_KEY}={numbers}: a step of {config.pipeline.schedule} takes {now:.4g}, "
-        f"{before:.4g} in the published order"
-    )
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:

@@ -1,4 +1,4 @@
-"""Decide `pipeline.fsdp_gather` and `pipeline.remat_cheap` on auto; `prefetch` decides the third.
+"""Decide what `auto` means: how weights are gathered, and which values are computed again.
 
 How often weights are gathered: on TPUs a gather in every iteration is exposed, and one in steps
 needs copies. Gathering all weights of a stage once is faster by the compiler's estimate, but it
@@ -27,10 +27,8 @@ from maxpipe.pipeline.engines.circular.phases import unfit_rules
 from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, predict
 from maxpipe.plan.device_parameters import axis_rules
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.footprint import on_platform
+from maxpipe.plan.footprint import PREFETCH, changes_step, on_platform
 from maxpipe.plan.number import Number, single
-from maxpipe.plan.prefetch import KEY as PREFETCH
-from maxpipe.plan.prefetch import changes_step
 from maxpipe.plan.search.block import BlockSizes, sizes_of_configuration
 from maxpipe.plan.search.memory import memory_bytes
 
@@ -42,11 +40,9 @@ ROOM = 0.9  # share of a device's memory for everything, since estimates are coa
 
 
 def with_gather_mode(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
-    """Return the configuration with `pipeline.fsdp_gather` decided.
+    """Return the configuration with `pipeline.fsdp_gather` decided; say why if there is a choice.
 
-    Args:
-      tpu: the device's chip; None if it is not a TPU or an unknown one.
-      note: function called with the decision and its reason if there is a choice.
+    `tpu` is the device's chip, None if it is not a TPU or an unknown one, here and below.
     """
     mode = config.pipeline.fsdp_gather
     if mode == "auto":
@@ -92,14 +88,7 @@ def _gather_mode(config: Config, tpu: Tpu | None) -> tuple[str, str]:
 
 
 def needed_bytes(config: Config, tpu: Tpu | None) -> float:
-    """Return the bytes that a step needs on a device, or on a device of the fullest stage.
-
-    Args:
-      tpu: the device's chip; None if it is not a TPU or an unknown one.
-
-    Raises:
-      ScheduleError: the schedule cannot be built.
-    """
+    """Return the bytes that a step needs on a device, or on a device of the fullest stage."""
     if ENGINES[config.pipeline.engine].one_program:
         return estimate(with_gather_mode(config, tpu), tpu).total
     config = on_platform(config, "tpu") if tpu else config
@@ -121,11 +110,31 @@ def _obstacle(config: Config) -> str:
     return ""
 
 
-def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
-    """Return the configuration with `pipeline.remat_cheap` decided, after `fsdp_gather`.
+def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> bool:
+    """Return whether a chunk's weights are gathered in steps from neighbour to neighbour.
 
-    Arguments are as for `with_gather_mode`.
+    Their transfers, and those of their gradients, run while the chunk computes.
     """
+    pipeline, ring = config.pipeline, config.mesh.size("fsdp")
+    by_layer = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
+    can = ENGINES[pipeline.engine].takes(PREFETCH) and not (pipeline.gathers_whole or by_layer)
+    if not can or ring == 1:
+        return False
+    if pipeline.fsdp_prefetch != "auto":
+        return pipeline.fsdp_prefetch == "true"
+    # Simulated devices have nothing to overlap; GPUs overlap an all-gather with computation anyway.
+    if tpu is None:
+        return False
+    does = ring <= tpu.longest_ring
+    note(
+        f"{PREFETCH}={str(does).lower()}: mesh axis fsdp has {ring} devices, and steps are "
+        f"chosen for up to {tpu.longest_ring} on this chip"
+    )
+    return does
+
+
+def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
+    """Return the configuration with `pipeline.remat_cheap` decided, after `fsdp_gather`."""
     if not ENGINES[config.pipeline.engine].takes(CHEAP):
         return update(config, {CHEAP: "true"})
     if config.pipeline.remat_cheap != "auto":

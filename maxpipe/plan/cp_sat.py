@@ -70,12 +70,7 @@ class _Backward(NamedTuple):
 
 
 class OrderModel:
-    """A CP-SAT model of a workload.
-
-    Args:
-      workload: the units to order.
-      horizon: a makespan that some order is known to reach.
-    """
+    """A CP-SAT model of a workload, some order of which is known to reach the horizon."""
 
     def __init__(self, workload: Workload, horizon: float) -> None:
         self.workload = workload
@@ -192,14 +187,7 @@ class OrderModel:
 def solve_exactly(
     workload: Workload, orders: Orders, seconds: float, report: Report
 ) -> tuple[Orders, float]:
-    """Return the best orders found within a time limit, and a bound that no order can beat.
-
-    Args:
-      workload: the units to order.
-      orders: orders that the search starts from.
-      seconds: the time limit.
-      report: function called with the makespan of each better order.
-    """
+    """Return the best orders found within a time limit, and a bound that no order can beat."""
     timing = workload.time(orders)
     assert timing is not None
     model = OrderModel(workload, timing.makespan)
@@ -238,9 +226,6 @@ def solve_ticks(
       slots: time of each kind of unit in a tick; the loss is not counted.
       communication: time of the transfers of a tick.
       least: ticks from the first unit of each kind to its last, at least.
-      max_in_flight: chunks that may be in flight on a stage.
-      seconds: the time limit.
-      report: function called with the makespan of each better table.
     """
     model, last = _Model(seed.num_ticks), seed.num_chunks - 1
     kinds, add = (*slots,), model.add

@@ -130,14 +130,13 @@ def device_parameters(
     without_stages: bool = False,
     only_trained: bool = False,
 ) -> float:
-    """Return the parameters of a part of the model that a device holds.
+    """Return the parameters of a part of the model that a device holds, all or the trained ones.
 
     Args:
       part: "embed", "head", "layers" for one layer, which lies on one stage, or "outside" for a
         layer outside the pipeline, laid out for use.
       whole_over: mesh axes over which the parameters are gathered.
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
-      only_trained: whether to leave out frozen parameters.
     """
     sizes = dict(mesh_sizes(config))
     if without_stages or part == "layers":

@@ -1,17 +1,20 @@
-"""Read the tensors and products of a layer on one device, and the sizes of values."""
+"""Read what a layer, a value and a mesh are for the closed forms."""
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxpipe.config.catalog import OPTIMIZERS
+from maxpipe.config.engine_facts import Engine
 from maxpipe.config.options import update
 from maxpipe.config.rules.layout import data_shards
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.config.terminal import ignore_note
 from maxpipe.model.kernels.choose import choose_gating, choose_kernel, choose_rotation
 from maxpipe.model.parameters import ParamSpec
+from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.weights import spec_in_use
 from maxpipe.plan.device_parameters import (
     Rules,
@@ -25,6 +28,8 @@ from maxpipe.plan.layer_tensors import Layer, read_layer
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.number import FLOAT32
 from maxpipe.sharding.collectives import EXPERT_AXIS
+
+PREFETCH = "pipeline.fsdp_prefetch"
 
 
 def itemsize(dtype: str) -> int:
@@ -75,3 +80,24 @@ def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes)
 
     trace = trace_model(model, sequence_length, dict(sizes)[EXPERT_AXIS])
     return read_layer(trace, dimension_shards)
+
+
+def changes_step(
+    engine: Engine, size: Callable[[str], int], repeats: int = 1, *, casts: bool
+) -> bool:
+    """Return whether the modes of `pipeline.fsdp_gather` differ for an engine on a mesh.
+
+    `size` maps an axis to its size; `casts` is whether parameters are used in a narrower dtype than
+    they are stored in.
+    """
+    is_split = engine.has_stages and size("fsdp") > 1
+    if engine.is_differentiated:
+        # Such a loop sums gradients in each iteration over devices with the same weights but
+        # different tokens. Over context XLA sums once where a stage has several repeats, whose
+        # gradients are parts of one array.
+        axes = BATCH_AXES if repeats == 1 else ROW_AXES
+        return is_split or any(size(axis) > 1 for axis in axes if axis != "fsdp")
+    if engine.lockstep:  # each stage has a part of the head
+        return is_split or size("stage") > 1
+    # Units that are programs of their own cast weights for themselves.
+    return is_split or (not engine.one_program and casts)

@@ -31,48 +31,31 @@ _SAME_DIMENSIONS = ("convert_element_type", "copy", "optimization_barrier", "sto
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """The result of a product, a norm's scaled result, or a value that `checkpoint_name` names.
+    """The result of a product, a norm's scaled result, or a value that `checkpoint_name` names."""
 
-    Attributes:
-      name: its name, or ""; for a kernel, the name of the equation that stands for it.
-      width: values per token on one device.
-      makers: the nearest tensors that it is made of; none for a product.
-      flops: of a product, FLOPs per token of the sequence, over all devices. Attention counts by
-        the share of keys that a query sees on average.
-      operands: of a product, the operands that are made of activations.
-      has_weight: whether an operand of a product is made of parameters.
-      itemsize: bytes per value.
-    """
-
-    name: str
-    width: float
-    makers: frozenset["Tensor"] = frozenset()
+    name: str  # or ""; for a kernel, the name of the equation that stands for it
+    width: float  # values per token on one device
+    makers: frozenset["Tensor"] = frozenset()  # nearest tensors that it is made of; not a product's
+    # Of a product, FLOPs per token of the sequence, over all devices. Attention counts by the share
+    # of keys that a query sees on average.
     flops: float = 0.0
-    operands: tuple["Value", ...] = ()
-    has_weight: bool = False
-    itemsize: int = 0
+    operands: tuple["Value", ...] = ()  # of a product, those that are made of activations
+    has_weight: bool = False  # whether an operand of a product is made of parameters
+    itemsize: int = 0  # bytes per value
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A value of the program.
+    """A value of the program."""
 
-    Attributes:
-      kind: "activation" if it depends on x, "weight" if on parameters alone, else "constant".
-      width, itemsize: as of a tensor.
-      shards: number of devices over which dimensions of weights split it.
-      dimension_shards: the same for each dimension of a weight; empty where it is not known.
-      tensors: nearest products and named values that it is made of.
-      results: products and scales that it is made of without another product in between.
-      activated: those of `results` that went through an activation function.
-    """
-
-    kind: str
+    kind: str  # "activation" if it depends on x, "weight" if on parameters alone, else "constant"
     width: float
     itemsize: int
-    shards: int = 1
-    dimension_shards: tuple[int, ...] = ()
-    tensors: frozenset[Tensor] = frozenset()
+    shards: int = 1  # number of devices over which dimensions of weights split it
+    dimension_shards: tuple[int, ...] = ()  # for each dimension of a weight; () where not known
+    tensors: frozenset[Tensor] = frozenset()  # nearest products and named values it is made of
+    # Products and scales that it is made of without another product in between, and those of them
+    # that went through an activation function.
     results: frozenset[Tensor] = frozenset()
     activated: frozenset[Tensor] = frozenset()
 
@@ -83,22 +66,15 @@ def _width(of: Iterable[Tensor | Value]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What one layer multiplies and makes.
-
-    Attributes:
-      products, scales: its products and scales, in the program's order.
-      named: values that `checkpoint_name` names.
-      gathered_width: width of activations that are gathered: rows of experts, and their results.
-      output: the layer's output activations.
-      residuals: returns the width that a layer saves if it applies a policy to itself, or none; its
-        input and weights do not count.
-    """
+    """What one layer multiplies and makes, in the program's order."""
 
     products: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    named: Sequence[Tensor]
-    gathered_width: float
-    output: Value
+    scales: Sequence[Tensor]  # results of norms
+    named: Sequence[Tensor]  # values that `checkpoint_name` names
+    gathered_width: float  # of activations that are gathered: rows of experts, and their results
+    output: Value  # the layer's output activations
+    # Returns the width that a layer saves if it applies a policy to itself, or none; its input and
+    # weights do not count.
     residuals: Callable[[RematPolicy | None], float]
 
     @cached_property

@@ -41,22 +41,15 @@ class FirstLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times for one microbatch, in units of the forward of one layer.
+    """Times for one microbatch, in units of the forward of one layer."""
 
-    Attributes:
-      input_gradient: a layer's input gradient on average, with what it recomputes.
-      weight_gradient: a layer's weight gradient.
-      head: loss and its gradient.
-      extras: for each layer in a chunk, in model order, what its forward and its input gradient
-        take above the average; empty if layers are alike.
-      first: the first dense layers, which the units of the first chunk run before their own; 0
-        where all stages share them.
-    """
-
-    input_gradient: float
-    weight_gradient: float
-    head: float
+    input_gradient: float  # of a layer on average, with what it recomputes
+    weight_gradient: float  # of a layer
+    head: float  # loss and its gradient
+    # For each layer in a chunk, in model order, what its forward and its input gradient take above
+    # the average; empty if layers are alike.
     extras: tuple[tuple[float, float], ...]
+    # Which the units of the first chunk run before their own; 0 where all stages share them.
     first: FirstLayers
 
     @property

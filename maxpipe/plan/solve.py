@@ -89,12 +89,8 @@ def solve(task: Task, seconds: float, report: Report) -> Solution:
     """Search until the time limit, or until the best schedule is proved optimal.
 
     Where the loss takes no time, ticks only delay units, and no engine runs them in V placement:
-    then a task for whichever form is faster is one for a free-running table.
-
-    Args:
-      task: sizes, times and memory.
-      seconds: time limit of the search; 0 for the heuristics alone, without a limit.
-      report: function called with makespans that were reached.
+    then a task for whichever form is faster is one for a free-running table. With 0 seconds only
+    the heuristics search, without a limit. `report` is called with makespans that were reached.
     """
     unit = task.unit_of_time
     scaled = task.in_unit(unit)

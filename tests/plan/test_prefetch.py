@@ -3,13 +3,13 @@
 from helpers.fsdp_stages import V5P, Device, config_of
 
 from maxpipe.devices.chips import tpu_of
-from maxpipe.plan import prefetch
+from maxpipe.plan import choices
 
 
 def decided(device=V5P, **values):
     """Return (decision, notes)."""
     notes = []
-    return prefetch.gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
+    return choices.gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
 
 
 def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so():

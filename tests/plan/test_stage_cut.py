@@ -6,7 +6,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
+from maxpipe.plan.auto_stages import balance_layers, chunk_sizes, lightened
 
 
 def choices(total, stages):

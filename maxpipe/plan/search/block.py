@@ -17,11 +17,9 @@ from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.device_parameters import Parameters, StageParameters
-from maxpipe.plan.footprint import itemsize
+from maxpipe.plan.footprint import PREFETCH, changes_step, itemsize
 from maxpipe.plan.layer_costs import Saving
 from maxpipe.plan.number import Number
-from maxpipe.plan.prefetch import KEY as PREFETCH
-from maxpipe.plan.prefetch import changes_step
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import layout_of
 from maxpipe.plan.search.patterns import Pattern, pattern, pattern_of_table
@@ -230,7 +228,7 @@ class BlockSizes:
         return np.where(self.gathers_before_loop, 1.0 / self.microbatches, 1.0)
 
     def gathers_in_steps(self) -> Number:
-        """Return 1 where weights are gathered in steps, by the rules of `plan.prefetch`."""
+        """Return 1 where weights are gathered in steps, by the rules of `plan.choices`."""
         pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
         prefetch = pipeline.fsdp_prefetch
         if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":

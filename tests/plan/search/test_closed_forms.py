@@ -11,10 +11,9 @@ from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.choices import GATHER as GATHER_MODE
-from maxpipe.plan.choices import with_gather_mode
+from maxpipe.plan.choices import gathers_in_steps, with_gather_mode
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import on_platform
-from maxpipe.plan.prefetch import gathers_in_steps
 from maxpipe.plan.search.best import priced_configuration
 from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.facts import Facts
