@@ -8,9 +8,8 @@ from typing import overload
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
-from maxpipe.render.schedule_page import figures_html
 from maxpipe.render.schedule_request import simulate_words
-from maxpipe.render.schedule_text import FOOTNOTES, comparison_text, render_terminal
+from maxpipe.render.schedule_text import FOOTNOTES, comparison_text, figures_html, render_terminal
 
 _COLUMNS = 120  # width of a schedule's text
 Value = str | float | bool | Sequence[float]

@@ -17,9 +17,8 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.simulate import Simulation
 from maxpipe.plan.solve import Solution, Task, solve
 from maxpipe.render.chart import chart_svg
-from maxpipe.render.schedule_page import page_html
 from maxpipe.render.schedule_request import in_own_keys, read_task, simulate_words
-from maxpipe.render.schedule_text import comparison_text, render_terminal
+from maxpipe.render.schedule_text import comparison_text, page_html, render_terminal
 
 SOLVE = "solve"
 DEFAULT_SECONDS = 60.0

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from maxpipe.config.shipped import locate_config
 from maxpipe.plan.search.best import Plan
-from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.written import versions
 from maxpipe.render.html import document, shipped, table
 from maxpipe.render.plan_text import (
@@ -24,12 +23,7 @@ PARTS = {"computation": "--comp", "communication": "--comm", "bubble": "--idle"}
 
 
 def page_html(plan: Plan, words: Sequence[str]) -> str:
-    """Return the page of a plan.
-
-    Args:
-      plan: the plan to show.
-      words: the command line after the command.
-    """
+    """Return the page of a plan, made by these words after the command."""
     title = (
         f"Plan for {Path(locate_config(plan.request.path)).stem} on {plan.request.machine.topology}"
     )
@@ -56,11 +50,20 @@ def _pre(lines: Iterable[str]) -> str:
 def _table(plan: Plan) -> str:
     (header, *texts), rows = table_cells(plan), table_rows(plan)
     longest = max(row.per_sequence for row in rows)
-    most = max(plan.request.machine.capacity or 0.0, *(row.memory for row in rows))
+    capacity = plan.request.machine.capacity or 0.0
+    most = max(capacity, *(row.memory for row in rows))
     cells = [[*map(escape, row)] for row in texts]
     for row, marked in zip(rows, cells, strict=True):
-        marked[HEADER.index("seconds")] += _time_bar(row, longest)
-        marked[HEADER.index("GiB")] += _memory_bar(plan, row, most)
+        # The bar of time is as long as the time of a sequence.
+        parts = zip(PARTS.items(), row.parts, strict=True)
+        shares = [(name, colour, float(part / row.parts.step)) for (name, colour), part in parts]
+        scale = row.per_sequence / longest
+        marked[HEADER.index("seconds")] += _bar(
+            (scale * share, colour, f"{name}: {share:.1%} of the step")
+            for name, colour, share in shares
+        )
+        colour = "--bad" if 0 < capacity < row.memory else "--mem"
+        marked[HEADER.index("GiB")] += _bar([(row.memory / most, colour, "memory")])
     colours = {**PARTS, "memory": "--mem", "more memory than there is": "--bad"}
     legend = "".join(
         f'<span style="background:var({colour})"></span>{name}' for name, colour in colours.items()
@@ -71,26 +74,10 @@ def _table(plan: Plan) -> str:
 """
 
 
-def _time_bar(row: Row, longest: float) -> str:
-    """Return the parts of a step; the bar is as long as the time of a sequence."""
-    step = float(row.parts.step)
-    shares = [float(part) / step for part in row.parts]
-    return _bar(
-        (100 * share * row.per_sequence / longest, colour, f"{name}: {share:.1%} of the step")
-        for (name, colour), share in zip(PARTS.items(), shares, strict=True)
-    )
-
-
-def _memory_bar(plan: Plan, row: Row, most: float) -> str:
-    capacity = plan.request.machine.capacity
-    is_too_much = capacity is not None and row.memory > capacity
-    return _bar([(100 * row.memory / most, "--bad" if is_too_much else "--mem", "memory")])
-
-
 def _bar(parts: Iterable[tuple[float, str, str]]) -> str:
-    """Return a bar of parts: the width in percent, the colour and the text of each."""
+    """Return a bar of parts: the share of the width, the colour and the text of each."""
     inner = "".join(
-        f'<div style="width:{width:.3g}%;background:var({colour})" title="{text}"></div>'
+        f'<div style="width:{100 * width:.3g}%;background:var({colour})" title="{text}"></div>'
         for width, colour, text in parts
     )
     return f'<div class="bar">{inner}</div>'

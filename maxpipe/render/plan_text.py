@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
@@ -73,6 +72,7 @@ def table_rows(plan: Plan) -> list[Row]:
 
 def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     candidate, machine = row.candidate, plan.request.machine
+    batches = {*plan.request.batches, *(r.candidate.batch for r in table_rows(plan))}
     gib = row.memory / GIB
     memory = f"{gib:.1f}" if gib >= 1 else f"{gib:#.2g}"
     if machine.capacity:
@@ -91,7 +91,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     shows_outside = ENGINES[candidate.engine].one_program and pipeline.parallel_layers >= 0
     repeats = f"{candidate.repeats}{f' +{outside}' * (shows_outside and outside > 0)}"
     return [
-        candidate.mesh_text() + batch_text(plan, row),
+        candidate.mesh_text() + f" batch={candidate.batch}" * (len(batches) > 1),
         candidate.schedule_text(),
         str(candidate.microbatches),
         repeats if candidate.has_stages else "",
@@ -113,14 +113,6 @@ def reason_text(plan: Plan, row: Row) -> str:
     if row.proof is None and is_ranked and any(ranked.proof for ranked in plan.rows):
         return f"not compiled; by closed forms {row.reason}"
     return row.reason
-
-
-def batch_text(plan: Plan, row: Row) -> str:
-    """Return the batch of a row where rows differ in it; else ""."""
-    batches = {*plan.request.batches}
-    if isinstance(plan.own, Row):
-        batches.add(plan.own.candidate.batch)
-    return f" batch={row.candidate.batch}" if len(batches) > 1 else ""
 
 
 def fastest(plan: Plan) -> float:
@@ -214,27 +206,25 @@ def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
 
 def basis_lines(plan: Plan) -> list[str]:
     """Return what the figures rest on, and what they leave out."""
-    return [*_bases(plan), *_winner_lines(plan), *_omissions(plan)]
-
-
-def _bases(plan: Plan) -> list[str]:
     machine = plan.request.machine
     proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if not machine.is_timed:
-        return [
+        lines = [
             "closed forms alone, and no seconds: simulated devices share a machine of unknown "
             "speed. Times are multiples of the fastest row's."
         ]
-    if not proofs:
+    elif not proofs:
         hint = ": --compile 3 would prove the best by compiling them"
-        return [f"closed forms alone{hint * (machine.is_compilable and len(plan.rows) > 0)}"]
-    if any(proof.seconds for proof in proofs):
-        compiled = "by compiled: seconds, their parts and GiB are the compiler's"
-        return [compiled, "by closed: closed forms"]
-    line = "memory of what was compiled is the compiler's, seconds are closed forms"
-    # A step that is too large has no estimate of time on any chip.
-    no_time = "no compiler's estimate of time for this chip; "
-    return [no_time * any(proof.fits for proof in proofs) + line]
+        lines = [f"closed forms alone{hint * (machine.is_compilable and len(plan.rows) > 0)}"]
+    elif any(proof.seconds for proof in proofs):
+        lines = ["by compiled: seconds, their parts and GiB are the compiler's"]
+        lines.append("by closed: closed forms")
+    else:
+        # A step that is too large has no estimate of time on any chip.
+        no_time = "no compiler's estimate of time for this chip; "
+        line = "memory of what was compiled is the compiler's, seconds are closed forms"
+        lines = [no_time * any(proof.fits for proof in proofs) + line]
+    return [*lines, *_winner_lines(plan), *_omissions(plan)]
 
 
 def _winner_lines(plan: Plan) -> Iterator[str]:
@@ -321,11 +311,9 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     would_fit, vain, unfinished = plan.remedies
     if would_fit:
         lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
-    if vain:
-        lines.append(f"none of these helps by itself: {', '.join(vain)}")
-    if unfinished:
-        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
-    return lines
+    others = {"none of these helps by itself": vain}
+    others["not tried to the end, for lack of time"] = unfinished
+    return lines + [f"{what}: {', '.join(names)}" for what, names in others.items() if names]
 
 
 def _state_lines(plan: Plan) -> list[str]:
@@ -335,13 +323,8 @@ def _state_lines(plan: Plan) -> list[str]:
     if limit is None or state <= machine.devices * limit:
         return []
     chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
-    line = (
+    helps = machine.is_compilable and "more chips" not in plan.remedies.vain
+    return [
         f"parameters, optimizer state and gradients alone need {state / GIB:,.0f} GiB, at least "
-        f"{chips} {chip}"
-    )
-    *_, largest = slices_of(chip) if machine.is_compilable else [""]
-    if largest and chips > machine.slices * num_chips(largest):
-        line += f": {math.ceil(chips / num_chips(largest))} slices of {largest} or more"
-    elif largest and "more chips" not in plan.remedies.vain:
-        line += f": {TOPOLOGY} {chip} --smallest"
-    return [line]
+        f"{chips} {chip}{f': {TOPOLOGY} {chip} --smallest' * helps}"
+    ]

@@ -1,6 +1,7 @@
-"""Print schedules as text: a table with ticks across and stages down, and figures of several."""
+"""Show schedules: a table with ticks across and stages down, figures of several, a page."""
 
 from collections.abc import Sequence
+from html import escape
 
 import numpy as np
 
@@ -8,8 +9,11 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.plan.simulate import Simulation
+from maxpipe.render.chart import STYLE, chart_svg, fit_frame
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
 from maxpipe.render.columns import columns, numbers
+from maxpipe.render.html import document, shipped
+from maxpipe.render.html import table as html_table
 
 MAX_BLOCKS = 6
 
@@ -150,3 +154,30 @@ def comparison_text(runs: Sequence[Simulation]) -> str:
     """Return the rows as aligned text, with numbers aligned right."""
     lines = columns([HEADER, *comparison_rows(runs)], left=(0, len(HEADER) - 1))
     return "\n".join([*lines, "", *FOOTNOTES]) + "\n"
+
+
+def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
+    """Return an HTML page with a table of figures and a chart of every run, on one time scale."""
+    frame = fit_frame(list(runs))
+    # Charts stand side by side if that shrinks them little; on narrower screens they scroll.
+    least, most = round(0.7 * frame.width), round(1.1 * frame.width)
+    columns = f"grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))"
+    charts = "\n".join(
+        f"<figure>{chart_svg(run, frame, standalone=False)}</figure>" for run in runs
+    )
+    names = ", ".join(run.table.name for run in runs)
+    body = f"""<h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>
+<p>{escape(subtitle)}</p>
+{figures_html(runs)}
+<p>{"<br>".join(FOOTNOTES)}</p>
+<div class="charts">
+{charts}
+</div>"""
+    style = f"{STYLE}\n{shipped('render/schedule.css')}"
+    style += f".chart{{min-width:{least}px;max-width:{most}px}}\n.charts{{{columns}}}"
+    return document(names, body, style, f"\n{shipped('render/schedule.js')}")
+
+
+def figures_html(runs: Sequence[Simulation]) -> str:
+    """Return a table with a row for every run, the shortest first."""
+    return html_table(HEADER, ([*map(escape, row)] for row in comparison_rows(runs)))

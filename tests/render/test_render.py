@@ -15,11 +15,11 @@ from maxpipe.plan.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.colours import Rgb, ink, unit_colour
 from maxpipe.render.columns import columns
-from maxpipe.render.schedule_page import page_html
 from maxpipe.render.schedule_text import (
     HEADER,
     comparison_rows,
     comparison_text,
+    page_html,
     render_terminal,
 )
 
