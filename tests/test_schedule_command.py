@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -34,25 +33,24 @@ def test_schedule_that_follows_times_has_another_order_once_they_are_given(outpu
         assert figure(adapted, "idle in a span") < figure(published, "idle in a span") - 0.1
 
 
-def test_schedule_on_a_terminal_prints_colours(monkeypatch):
+def test_schedule_on_a_terminal_prints_colours_and_a_page_has_the_charts_of_all(
+    output, monkeypatch, tmp_path
+):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    assert main(["1f1b"]) == 0
-    assert "\x1b[48;5;" in screen.getvalue()
-
-
-def test_schedule_with_html_writes_the_charts_of_all(output, tmp_path):
     html = tmp_path / "a.html"
     output("lockstep_1f1b", "gpipe", "repeats=2", "comm=0.1", "--html", str(html))
     page = html.read_text()
     assert page.count("<svg") == 2
     sizes = "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; times are of a who"
     assert sizes in page
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    assert main(["1f1b"]) == 0
+    assert "\x1b[48;5;" in screen.getvalue()
 
 
 def test_compare_lists_every_schedule_at_equal_sizes(output):
@@ -79,12 +77,9 @@ MISTAKES = {
     "foo": ["schedule='foo' does not exist; choose one of circular, gpipe"],
     "gpipe stage=4": ["stage: unknown key; there are stages, microbatches, "],
     "gpipe stages=0": ["stages: must be at least 1; got 0"],
-    "1f1b stages=99999999999": ["stages: must be at most 2000; got 99999999999"],
     "gpipe repeats=2": ["repeats=2: schedule gpipe has one chunk per stage"],
-    "zb_v repeats=1": ["repeats=1: "],
     "gpipe overlap_slots=true": ["overlap_slots=true: no tick of schedule gpipe has an F and a B"],
     "gpipe forward=1,fast": ["forward: expected a finite number such as 3e-4, got 'fast'"],
-    "gpipe comm=nan": ["comm: expected a finite number"],
     "gpipe collectives=2": ["collectives: must be at most 1"],
     "gpipe forward=1,2,3": ["forward: [1.0, 2.0, 3.0]: give one number, or one per stage (4)"],
     "none.csv": ["schedule=none.csv: cannot read it: "],
@@ -96,7 +91,6 @@ MISTAKES = {
     "solve collectives=1": ["collectives: unknown key; there are "],
     "solve memory=0.9": ["memory: must be at least 1"],
     "solve memory=2 memory=3": ["memory (command line): set twice"],
-    "solve forward=1,2": ["forward: [1.0, 2.0]: give one number, or one per stage (4)"],
     "solve --compare": ["--compare: solve compares with named schedules anyway"],
     "solve --seconds -1": ["--seconds: must be a number, at least 0"],
     "base mesh.ici.stage=1": ["mesh.ici.stage: one stage has no schedule to draw"],
@@ -105,7 +99,6 @@ MISTAKES = {
     "base stages=4": ["stages (command line): "],
     # Several at once. How many times there must be is not known while the stages are wrong.
     "1f1b stages=0 forward=1,2 repeats=2 comm=-1": ["stages: ", "comm: ", "repeats=2: "],
-    "1f1b forward=1,2 backward=1,2,3": ["forward: ", "backward: "],
     "1f1b repeats=2 overlap_slots=on delay_activation_forwarding=true": [
         "repeats=2: ",
         "delay_activation_forwarding=true: ",
@@ -141,13 +134,6 @@ def test_mistakes_exit_with_2_and_are_named_by_their_keys_all_at_once(capsys):
         is_same = [line[: len(start)] for line, start in zip(lines, problems, strict=False)]
         said[words] = is_same if len(lines) == len(problems) else lines
     assert said == MISTAKES
-
-
-def test_keys_left_out_are_those_of_the_schedule(output):
-    for name in ("zb_v", "v_half", "v_min", "dualpipe_v"):
-        assert output(name) == output(name, "stages=4", "microbatches=8", "repeats=2")
-    options = ("delay_activation_forwarding=true", "overlap_slots=true")
-    assert "lockstep ticks" in output("lockstep_1f1b", *options)
 
 
 def test_a_table_of_a_file_is_the_schedule_and_has_its_sizes_and_its_ending(
@@ -304,21 +290,16 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(output, 
 
 
 def test_schedule_page_of_a_configuration_has_both_charts(output, capsys, tmp_path):
-    page = tmp_path / "stages.html"
-    words = [*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)]
-    assert main(words) == 0
-    assert capsys.readouterr() == ("", f"wrote {page}\n")
+    page, svg = tmp_path / "stages.html", tmp_path / "stages.svg"
+    words = [*LARGE_HEAD, "pipeline.layers_per_stage=auto"]
+    assert main([*words, "--html", str(page), "--svg", str(svg)]) == 0
+    assert capsys.readouterr() == ("", f"wrote {svg}\nwrote {page}\n")
     charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
     assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
     assert "28 layers; the forward of a layer takes 1" in page.read_text()
-    svg = tmp_path / "stages.svg"
-    output(*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--svg", str(svg))
-    titles = [
-        title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")
-    ]
+    titles = re.findall("<title>(.*?)</title>", svg.read_text())
     assert len(titles) == 2 * 2 * 8 + 8
     # B of stage 0 starts after F of both stages, then the head and B of stage 1.
     (backward,) = (title for title in titles if title.startswith("0B0: "))
-    assert backward.endswith(
-        f"stage 0, {16 + 12 + 19.3533 + 36:g} to {16 + 12 + 19.3533 + 36 + 48:g}"
-    )
+    begin = 16 + 12 + 19.3533 + 36
+    assert backward.endswith(f"stage 0, {begin:g} to {begin + 48:g}")

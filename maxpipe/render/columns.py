@@ -7,9 +7,7 @@ from decimal import Decimal
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Return a line for each row, with two spaces between columns of equal width.
 
-    Args:
-      rows: rows with the same number of cells.
-      left: indices of the columns that are aligned left; the others are aligned right.
+    Columns with these indices are aligned left, the others right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

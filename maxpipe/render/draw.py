@@ -32,11 +32,7 @@ WITHOUT_TIME = "heuristics took all of the time, and left none for exact search;
 def draw(arguments: argparse.Namespace) -> None:
     """Print what a command line names, or write it to files.
 
-    Args:
-      arguments: words, and the flags csv, svg, html (paths or None), plan, compare and seconds.
-
-    Raises:
-      ValueError: the command line is wrong, a schedule cannot be built, or a file cannot be made.
+    Raise ValueError if it is wrong, a schedule cannot be built, or a file cannot be made.
     """
     if arguments.words[:1] == [SOLVE]:
         _solve(arguments)
@@ -110,7 +106,6 @@ def _search(task: Task, seconds: float) -> Solution:
 
 
 def _solution_text(solution: Solution) -> str:
-    """Return a line for the schedule and for each named one that fits, and what was proved."""
     run = solution.run
     above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
     verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"

@@ -15,12 +15,8 @@ def shipped(*names: str) -> str:
 def document(title: str, body: str, style: str, script: str) -> str:
     """Return a page in the light or dark colours that the reader prefers.
 
-    Args:
-      title: title of the window.
-      body: HTML of the body.
-      style: CSS that is added to the CSS of all pages.
-      script: JavaScript that runs after the script of all pages, whose `show(event, text)` shows a
-        text next to the pointer.
+    CSS and JavaScript of all pages come before its own; the script of all pages has
+    `show(event, text)`, which shows a text next to the pointer.
     """
     return f"""<!doctype html>
 <html lang="en">
@@ -46,13 +42,7 @@ def document(title: str, body: str, style: str, script: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Return a table of cells, which are HTML.
-
-    Args:
-      heads: the texts of the first row.
-      rows: the rows below it.
-      kind: CSS class of the table; "" for none.
-    """
+    """Return a table of a CSS class: texts of the first row, and cells below it that are HTML."""
     lines = ["".join(f"<th>{escape(text)}</th>" for text in heads)]
     lines += ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
     style = f' class="{kind}"' if kind else ""

@@ -1,11 +1,9 @@
-"""Read which schedules to simulate or to solve, by the parser and checks of configurations.
-
-Times are of a whole stage, all its chunks, for one microbatch.
-"""
+"""Read which schedules to simulate or to solve, by the parser and checks of configurations."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,6 @@ from maxpipe.config.sections.fields import option
 from maxpipe.config.values import Raw, Scalar, as_written, check_bounds, convert, nearest
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
 from maxpipe.pipeline.schedules.load import is_timed, load_schedule
-from maxpipe.pipeline.schedules.table import Table
-from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 from maxpipe.plan.solve import Task
 
@@ -35,7 +31,7 @@ def _times(default: list[float], about: str) -> Any:
 
 @dataclass(frozen=True)
 class Keys:
-    """Sizes and times, those of stages as one number or one for each stage."""
+    """Sizes and times: of a whole stage, all its chunks, for one microbatch."""
 
     # Larger tables would take gigabytes.
     stages: int = option(4, "stages", minimum=1, maximum=2_000)
@@ -107,13 +103,8 @@ def simulate_words(
 ) -> tuple[list[Simulation], str]:
     """Simulate the schedules that a command line names; return their sizes and times in words, too.
 
-    Args:
-      words: names of schedules, CSV files, and `key=value` words.
-      compare: whether to take all schedules if none is named.
-      problems: what is wrong with the command line besides.
-
-    Raises:
-      ConfigError: with these problems, and all those of the words.
+    With `compare` they are all schedules if none is named. ConfigError has these problems, and all
+    those of the words.
     """
     names = [word for word in words if "=" not in word]
     values, found = read_keys(ScheduleKeys, [word for word in words if "=" in word])
@@ -129,13 +120,22 @@ def simulate_words(
         try:
             own = _keys_of(name, keys, values.keys(), is_lenient)
             found += time_problems(own) if counts_times else ()
-            table = _build(name, own)
+            build = partial(
+                load_schedule,
+                name,
+                own.stages,
+                own.microbatches,
+                own.repeats,
+                forwarding_delay=1 + own.delay_activation_forwarding,
+                slack=int(own.overlap_slots),
+            )
+            table = build()
             if found:
                 continue
             costs = own.costs()
             if is_timed(name) and not values.keys().isdisjoint(TIMES):
                 sizes = table.num_stages, table.num_repeats, table.placement
-                table = _build(name, own, costs.unit_times(*sizes))
+                table = build(times=costs.unit_times(*sizes))
             runs.append(simulate(table, costs))
         except ValueError as error:
             found += problems_of(error)
@@ -164,18 +164,6 @@ def _keys_of(
         overlaps = keys.overlap_slots and facts.overlaps
         return replace(keys, delay_activation_forwarding=delays, overlap_slots=overlaps)
     return keys
-
-
-def _build(name: str, keys: ScheduleKeys, times: UnitTimes | None = None) -> Table:
-    return load_schedule(
-        name,
-        keys.stages,
-        keys.microbatches,
-        keys.repeats,
-        forwarding_delay=1 + keys.delay_activation_forwarding,
-        slack=int(keys.overlap_slots),
-        times=times,
-    )
 
 
 def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:

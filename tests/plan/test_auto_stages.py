@@ -1,6 +1,5 @@
 """The choice of stages: the best cut under a memory limit, never slower than uniform stages."""
 
-import dataclasses
 import re
 from itertools import combinations
 from math import inf
@@ -149,21 +148,14 @@ def test_a_stage_is_all_its_chunks():
 
 def preset(name, schedule, stages, repeats=1):
     """Return a preset's model on stages of 8 devices, with two microbatches per stage."""
-    words = [
-        f"mesh.ici.stage={stages}",
-        "mesh.ici.fsdp=8",
-        "mesh.ici.data=1",
-        "mesh.ici.tensor=1",
-        "mesh.ici.expert=1",
-        "pipeline.parallel_layers=-1",
-        "pipeline.outside_layers=after",
-        f"pipeline.schedule={schedule}",
-        f"pipeline.num_repeats={repeats}",
-        "pipeline.layers_per_stage=auto",
-        f"pipeline.num_microbatches={2 * stages}",
-        f"data.global_batch_size={16 * stages}",
-    ]
-    return resolve(load(name, words), 8 * stages)
+    words = (
+        f"mesh.ici.stage={stages} mesh.ici.fsdp=8 mesh.ici.data=1 mesh.ici.tensor=1 "
+        f"mesh.ici.expert=1 pipeline.parallel_layers=-1 pipeline.outside_layers=after "
+        f"pipeline.schedule={schedule} pipeline.num_repeats={repeats} "
+        f"pipeline.layers_per_stage=auto pipeline.num_microbatches={2 * stages} "
+        f"data.global_batch_size={16 * stages}"
+    )
+    return resolve(load(name, words.split()), 8 * stages)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +172,8 @@ def test_presets_are_no_slower_than_with_uniform_stages(schedule, repeats):
 
 def test_a_smaller_limit_moves_layers_to_later_stages():
     """Eager 1F1B, M=8: seven microbatches in flight on the first stage of four, one on the last."""
-    values = {
-        "model.vocab_size": 64,
-        "pipeline.schedule": "eager_1f1b",
-        "pipeline.remat_policy": "none",
-    }
-    config = config_of(**values)
+    values = {"pipeline.schedule": "eager_1f1b", "pipeline.remat_policy": "none"}
+    config = config_of(**values, **{"model.vocab_size": 64})
     needs = max(plan_stages(config, inf).memory)
     assert [plan_stages(config, share * needs).sizes for share in (1.0, 0.95, 0.8)] == [
         [4, 4, 4, 4],
@@ -268,11 +256,8 @@ def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_he
     assert "(the chip's memory): with [" in problem.message
     assert "GiB too much; what would help: pipeline.remat_policy=full; " in problem.message
     assert "pipeline.schedule=1f1b" in problem.message
-    full = dataclasses.replace(config.pipeline, remat_policy="full")
-    assert (
-        max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory)
-        <= 0.6 * least
-    )
+    full = update(config, {"pipeline.remat_policy": "full"})
+    assert max(plan_stages(full, 0.6 * least).memory) <= 0.6 * least
 
 
 def test_order_by_unit_times_that_needs_more_than_the_published_one_is_refused_with_both():
@@ -300,10 +285,8 @@ WINDOWS = {
 def test_layers_with_a_window_are_more_on_a_stage():
     config = config_of(2, **WINDOWS)
     plan = plan_stages(config, inf)
-    assert (
-        plan.sizes
-        == min((predict(config, [n, 8 - n]) for n in range(1, 8)), key=lambda p: p.slowest).sizes
-    )
+    cuts = (predict(config, [n, 8 - n]) for n in range(1, 8))
+    assert plan.sizes == min(cuts, key=lambda cut: cut.slowest).sizes
     assert plan.sizes[0] < 4
     _, (_, prediction) = chosen(config)
     forward = [float(x) for x in prediction.partition("F ")[2].partition(",")[0].split()]

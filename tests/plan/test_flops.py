@@ -59,16 +59,16 @@ def test_parameters_of_a_plain_decoder():
     assert parameter_count(TINY) == 2 * 32 * 8 + 3 * count_by_hand(TINY) + norms
 
 
-def test_options_change_the_parameters():
+def test_options_change_the_parameters_and_ties_no_flops():
     for change, difference in (
         ({"tie_embeddings": True}, -32 * 8),
         ({"qk_norm": True}, 3 * 2 * 6),
         ({"attention_bias": True}, 3 * (4 + 2 + 2) * 6),
     ):
-        assert (
-            parameter_count(dataclasses.replace(TINY, **change)) - parameter_count(TINY)
-            == difference
-        )
+        model = dataclasses.replace(TINY, **change)
+        assert parameter_count(model) - parameter_count(TINY) == difference
+    tied = dataclasses.replace(TINY, tie_embeddings=True)
+    assert model_flops_per_token(tied, 64) == model_flops_per_token(TINY, 64)
 
 
 def test_flops_are_six_per_weight_and_causal_attention():
@@ -88,11 +88,6 @@ def test_experts_count_in_full_as_parameters_and_as_chosen_in_flops():
     weights = 3 * (routed + 3 * expert - dense)
     flops = model_flops_per_token(model, 64) - model_flops_per_token(TINY, 64)
     assert flops == 6 * weights
-
-
-def test_tied_embeddings_save_parameters_but_no_flops():
-    tied = dataclasses.replace(TINY, tie_embeddings=True)
-    assert model_flops_per_token(tied, 64) == model_flops_per_token(TINY, 64)
 
 
 def test_windows_leave_out_the_flops_of_keys_that_no_query_sees():

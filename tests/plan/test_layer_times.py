@@ -67,13 +67,6 @@ class Compiled:
         loss = jax.value_and_grad(lambda *args: self.program.head_loss(*args)[0], argnums=argnums)
         return flops(loss, self.outer, self.x, self.ids, self.weights)
 
-    def embedding(self):
-        def both(params, tokens, gradient):
-            y, pull = jax.vjp(lambda params: self.program.embed(params, tokens), params)
-            return y, pull(gradient)
-
-        return flops(both, self.outer, self.ids, self.x)
-
     def _block(self, layer, x, side):
         return self.program.block(layer, x, side, None)[0]
 
@@ -165,10 +158,6 @@ def test_first_dense_layers_are_computed_again_once():
     )
     assert full.input_gradient - none.input_gradient == pytest.approx(none.forward)
     assert (full.forward, full.weight_gradient) == (none.forward, none.weight_gradient)
-
-
-def test_the_embedding_is_next_to_nothing(compiled):
-    assert compiled.embedding() < 0.001 * compiled.forward()
 
 
 def test_what_is_computed_again_counts():

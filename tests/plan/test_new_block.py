@@ -87,13 +87,10 @@ def both(function):
     return function(config_of()), function(config_of("llama"))
 
 
-def test_parameter_count_follows_the_block():
+def test_parameters_and_model_flops_follow_the_block():
     new, llama = both(lambda config: parameter_count(config.model))
     assert new - llama == LAYERS * (MORE_WEIGHTS + D)  # and a norm
     assert new == ModelProgram(config_of().model).parameter_count()
-
-
-def test_model_flops_follow_the_block():
     new, llama = both(lambda config: model_flops_per_token(config.model, T))
     assert new - llama == 6 * LAYERS * MORE_WEIGHTS
 
@@ -123,12 +120,6 @@ def test_mfu_follows_the_block_through_the_run(monkeypatch):
     wide, llama = (start.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
     more = 16 * T * 6 * LAYERS * MORE_WEIGHTS
     assert wide - llama == pytest.approx(more / (chip.peak_flops["float32"] * mesh.size))
-
-
-def test_layer_is_not_traced_for_mfu_where_the_chip_is_unknown(monkeypatch):
-    monkeypatch.setattr(start, "model_flops_per_token", lambda *_: pytest.fail("traced"))
-    config = config_of()
-    assert start.peak_seconds(config, make_mesh(config)) is None
 
 
 def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():

@@ -14,16 +14,8 @@ from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.plan.simulate import Costs, simulate
 
 FREE_RUNNING = [
-    "1f1b",
-    "eager_1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "interleaved_zb",
-    "zb_h2",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "dualpipe_v",
+    *("1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb"),
+    *("zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"),
 ]
 COST = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 

@@ -154,16 +154,6 @@ def test_solve_with_a_large_head_takes_the_form_that_is_faster():
         assert solution.bound <= makespan + 1e-9, (lockstep, makespan)
 
 
-def test_solve_lists_the_order_of_a_named_schedule_that_follows_the_times():
-    (adapted,) = [
-        run
-        for run in found(Task(4, 8, 2, "v", False, 8, Costs(1, 2.3, 1.4, 0.9))).named
-        if run.table.name == "zb_v"
-    ]
-    published = simulate(load_schedule("zb_v", 4, 8, 2), Costs(1, 2.3, 1.4, 0.9))
-    assert adapted.idle_in_span < published.idle_in_span - 0.5
-
-
 def test_solve_under_a_cap_that_no_named_schedule_fits_still_finds_one():
     for lockstep in (False, True):
         solution = found(Task(4, 6, 1, "loop", lockstep, 2, SPLIT))

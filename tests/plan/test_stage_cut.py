@@ -35,24 +35,6 @@ def test_no_other_choice_is_better(total, stages, data):
         assert (*spread(costs, found), [-n for n in found]) == best
 
 
-def linear(beside, total):
-    """Balance layers that cost 1 each; a stage costs its own beside, and none is empty."""
-
-    def cost(stage, first, count):
-        return count + beside[stage] if count else inf
-
-    return balance_layers(cost, len(beside), total)
-
-
-def test_a_head_of_two_layers_takes_two_layers_from_the_last_stage():
-    assert linear([0, 0, 0, 2], 10) == [3, 3, 3, 1]
-
-
-def test_where_the_worst_stage_is_given_the_others_are_even():
-    assert linear([0, 0, 0, 4], 8) == [3, 2, 2, 1]
-    assert linear([0, 0, 9], 6) == [3, 2, 1]
-
-
 def test_layers_that_cost_less_lie_together_on_a_longer_stage():
     times = [3, 3, 1, 1, 1, 1]
     assert balance_layers(lambda s, first, n: sum(times[first : first + n]), 2, 6) == [2, 4]
@@ -88,7 +70,3 @@ def test_two_chunks_are_moved_no_further_than_needed_to_fit(sizes, columns, limi
         assert moved == min(abs(split[0] - sizes[0]) for split in near)
     else:
         assert weight(fitting) == min(map(weight, splits))
-
-
-def test_one_chunk_that_is_too_heavy_stays():
-    assert lightened((3,), sum, 2) == (3,)

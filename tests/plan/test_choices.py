@@ -1,5 +1,8 @@
-"""How often weights are gathered on auto, and what is said about it."""
+"""What auto decides: how weights are gathered, and which values are computed again."""
 
+import itertools
+
+import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
 from helpers.engines import EngineUnderTest, make_mesh
@@ -10,11 +13,19 @@ from maxpipe.compile.topology import devices_of
 from maxpipe.config import ConfigError
 from maxpipe.config.options import update
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.devices.chips import tpu_of
+from maxpipe.devices.chips import GIB, Tpu, tpu_of
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.plan import choices
-from maxpipe.plan.choices import with_gather_mode
+from maxpipe.plan.choices import (
+    CHEAP,
+    computes_cheap_again,
+    gathers_in_steps,
+    with_gather_mode,
+    with_remat_cheap,
+)
 from maxpipe.plan.estimate import estimate
+from maxpipe.plan.layer_costs import saving_of
+from maxpipe.plan.search.block import sizes_of_configuration
 
 KEY = choices.GATHER
 MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
@@ -24,6 +35,9 @@ CIRCULAR = {
     "pipeline.num_microbatches": 4,
 }
 REPEATS = CIRCULAR | {"pipeline.num_repeats": 8, "model.num_layers": 16}
+
+SEVERAL = {"model.num_layers": 8}  # four on each of two stages
+TPU = Tpu(95 * GIB, 8)
 
 
 @pytest.fixture
@@ -175,10 +189,11 @@ def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules():
 def test_a_mode_as_told_needs_no_words_and_engines_never_see_auto():
     for mode in ("per_iteration", "once"):
         assert decided(**{KEY: mode}) == (mode, [])
-    config = config_of(**{"mesh.ici.fsdp": 2})
-    assert config.pipeline.fsdp_gather == "auto"
-    inputs = build_engine_inputs(config, make_mesh(config))
-    assert inputs.config.fsdp_gather == "per_iteration"
+    for values in ({}, CIRCULAR, MPMD):
+        config = config_of(**{"mesh.ici.fsdp": 2} | SEVERAL | values)
+        assert (config.pipeline.fsdp_gather, config.pipeline.remat_cheap) == ("auto", "auto")
+        engine = build_engine_inputs(config, make_mesh(config)).config
+        assert (engine.fsdp_gather, engine.remat_cheap) == ("per_iteration", "true")  # on CPUs
     # As which it is estimated until then.
     undecided, iteration = (
         estimate(config_of(**{KEY: m}), None) for m in ("auto", "per_iteration")
@@ -186,15 +201,123 @@ def test_a_mode_as_told_needs_no_words_and_engines_never_see_auto():
     assert undecided == iteration
 
 
+def in_steps(device=V5P, **values):
+    """Return (whether weights are gathered in steps, notes)."""
+    notes = []
+    return gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
+
+
+def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so():
+    for kind, longest in (("TPU v5p", 8), ("TPU v6 lite", 8), ("TPU v5 lite", 2)):
+        for size in (longest, 2 * longest):
+            does, (note,) = in_steps(Device(kind), **{"mesh.ici.fsdp": size})
+            assert does == (size == longest), (kind, size)
+            assert note.startswith(f"pipeline.fsdp_prefetch={str(does).lower()}: "), (kind, size)
+            assert f"fsdp has {size} devices, and steps are chosen for up to {longest} " in note
+
+
+def test_prefetch_is_off_without_a_word_where_nothing_is_in_steps():
+    for values in (
+        {"device": Device("cpu", "cpu")},
+        {"device": Device("TPU v99")},
+        {"mesh.ici.fsdp": 1},
+        {"pipeline.fsdp_gather": "once"},
+        {"pipeline.scan_layers_per_stage": True},
+        CIRCULAR,
+        {"pipeline.fsdp_prefetch": "false"},
+    ):
+        values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
+        assert in_steps(**values) == (False, []), values
+        assert in_steps(**{"pipeline.fsdp_prefetch": "true"}) == (True, []), values
+
+
+def cheap(tpu, **values):
+    """Return (value, notes)."""
+    notes = []
+    config = with_remat_cheap(config_of(**values), tpu, notes.append)
+    return config.pipeline.remat_cheap, notes
+
+
+def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle():
+    for values in ({}, CIRCULAR):
+        value, (note,) = cheap(TPU, **SEVERAL | values)
+        assert value == "false", values
+        assert note.startswith("pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values")
+        assert note.endswith("at most 50% of a device's 95 GiB"), values
+
+
+def test_cheap_values_are_at_least_what_norms_and_gates_make():
+    config = config_of(**SEVERAL)
+    norms, gate = 2 * config.model.embed_dim, config.model.mlp_dim
+    assert saving_of(config).cheap >= norms + gate
+
+
+def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu():
+    for values in ({}, CIRCULAR):
+        memory = 2 * estimate(config_of(**SEVERAL | values), TPU).total
+        value, (note,) = cheap(TPU._replace(memory=memory), **SEVERAL | values)
+        assert value == "true", values
+        assert " a step takes over 50% " in note, values
+
+
+def test_auto_says_nothing_where_there_is_no_choice():
+    for values in (
+        {"model.num_layers": 2},
+        SEVERAL | {"pipeline.remat_layers": True},
+        SEVERAL | {"pipeline.remat_iterations": False},
+        SEVERAL | {"pipeline.remat_policy": "none"},
+        SEVERAL | {"pipeline.scan_layers_per_stage": True},
+        SEVERAL | {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+        SEVERAL | MPMD,
+    ):
+        assert cheap(TPU, **values) == ("true", []), values
+
+
+def test_value_that_is_set_is_taken_by_an_engine_that_reads_it():
+    assert cheap(None, **SEVERAL) == ("true", [])  # auto, on devices other than TPUs
+    for value in ("true", "false"):
+        assert cheap(TPU, **SEVERAL | {CHEAP: value}) == (value, [])
+        assert cheap(None, **SEVERAL | {CHEAP: value}) == (value, [])
+    assert cheap(TPU, **SEVERAL | MPMD | {CHEAP: "false"}) == ("true", [])
+
+
+def test_closed_forms_compute_cheap_values_again_where_a_run_does():
+    """Chunks of one layer and of four, loops, and devices that are full or nearly empty."""
+    found = []
+    for values, layers, policy, option, memory in itertools.product(
+        ({}, CIRCULAR, {"pipeline.schedule": "lockstep_zb"}),
+        (2, 8),
+        ("full", "minimal", "none"),
+        ("pipeline.scan_layers_per_stage", "pipeline.remat_layers", ""),
+        (95 * GIB, 2e6),
+    ):
+        keys = values | {"model.num_layers": layers, "pipeline.remat_policy": policy}
+        tpu = Tpu(memory, 8)
+        try:
+            config = config_of(**keys | ({option: True} if option else {}))
+        except ConfigError:  # not every option goes with every policy and schedule
+            continue
+        sizes = [
+            sizes_of_configuration(each, tpu, on_tpus=True)
+            for each in (config, with_remat_cheap(config, tpu))
+        ]
+        again = [float(np.max(computes_cheap_again(each, tpu))) for each in sizes]
+        assert again[0] == again[1], (keys, option, memory)
+        found.append(again[0])
+    assert {*found} == {0.0, 1.0}
+    assert len(found) > 50
+
+
 class TestTpu:
     pytestmark = tpu_aot
 
-    def test_engine_gets_the_mode_and_gathers_nothing_in_steps(self):
-        config = config_of(**{"compile.topology": "v5p:2x2x2"})
+    def test_engine_gets_the_mode_and_holds_cheap_values(self):
+        config = config_of(**SEVERAL, **{"compile.topology": "v5p:2x2x2"})
         notes = []
         mesh = build_mesh(config, devices_of(config))
         inputs = build_engine_inputs(config, mesh, note=notes.append)
-        assert inputs.config.fsdp_gather == "once"
+        assert (inputs.config.fsdp_gather, inputs.config.remat_cheap) == ("once", "false")
         assert not inputs.gathers_in_steps
         (note,) = (note for note in notes if "fsdp" in note)
         assert note.startswith("pipeline.fsdp_gather=once: ")
+        assert any(note.startswith(f"{CHEAP}=false: ") for note in notes)
