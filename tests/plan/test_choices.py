@@ -216,7 +216,7 @@ def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so():
             assert f"fsdp has {size} devices, and steps are chosen for up to {longest} " in note
 
 
-def test_prefetch_is_off_without_a_word_where_nothing_is_in_steps():
+def test_prefetch_is_off_without_a_word_where_nothing_is_decided_about_steps():
     for values in (
         {"device": Device("cpu", "cpu")},
         {"device": Device("TPU v99")},
