@@ -1,10 +1,9 @@
 """Choose how many layers each stage gets under a memory limit, and predict what a choice costs."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice, permutations
+from itertools import permutations
 from math import inf
 from typing import TypeAlias
 
@@ -12,25 +11,25 @@ import numpy as np
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.load import resolve
 from maxpipe.config.options import update
-from maxpipe.config.rules.rule import Updates
-from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.config.values import AUTO, words_of
+from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.plan.layer_times import LayerTimes, layer_times
-from maxpipe.plan.memory_changes import memory_changes
 from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.simulate import Simulation, simulate
 
 LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"
 LIMIT_KEY = "pipeline.memory_limit_gib"
-MOST_REMEDIES = 5  # that an error names
+REMEDIES = (
+    "pipeline.remat_policy=full, pipeline.remat_layers=true, pipeline.unit_times=[], more "
+    "microbatches, pipeline.schedule=1f1b, or more devices in mesh.ici.fsdp, tensor or stage"
+)
 Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
 
@@ -124,22 +123,16 @@ def plan_stages(config: Config, limit: float) -> PredictedStages:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
       ScheduleError: the schedule cannot be built.
     """
-    predictions = _candidates(config, limit)
+    # None if none fits in the schedule's own order. One that follows the times of units, which
+    # depend on the stages, may need more memory.
+    balanced = _distribute(config, limit)
+    sizes = (uniform_sizes(config), balanced) if balanced else ()
+    predictions = [predict(config, each) for each in sizes if each]
     fitting = [p for p in predictions if p.memory.max() <= limit]
     if not fitting:
         raise _does_not_fit(config, limit, predictions)
     # With several chunks per stage, balanced stages need not be the fastest.
     return min(fitting, key=lambda p: round(p.run.makespan, 9))
-
-
-def _candidates(config: Config, limit: float) -> list[PredictedStages]:
-    """Predict uniform and balanced stages; return none if none fits in the schedule's own order.
-
-    An order that follows the times of units, which depend on the stages, may need more memory.
-    """
-    sizes = _distribute(config, limit)
-    every = (uniform_sizes(config), sizes) if sizes else ()
-    return [predict(config, each) for each in every if each]
 
 
 def _distribute(config: Config, limit: float, *, by_memory: bool = False) -> list[int] | None:
@@ -189,16 +182,14 @@ def balance_layers(
     """Return numbers of layers such that the most costly stage costs the least.
 
     Among equal choices the one whose stages differ least is taken, and among these the one with
-    more layers in front, whose pipeline is full a little earlier.
+    more layers in front, whose pipeline is full a little earlier. Return None if every choice has
+    a stage that cannot hold its layers.
 
     Args:
       cost: returns what holding some layers costs a stage, infinite where it cannot; its arguments
         are the stage, the first layer, and the number of layers.
       num_stages: number of stages, which hold the layers one after another.
       total: layers to distribute.
-
-    Returns:
-      Numbers that add up to `total`; None if every choice has a stage that cannot hold its layers.
     """
 
     @cache
@@ -366,19 +357,4 @@ def _does_not_fit(
         f"with {str(least.sizes).replace(' ', '')} stage {worst} needs {needed / GIB:.3g} GiB "
         f"by estimate, {(needed - limit) / GIB:.3g} GiB too much"
     )
-    fitting = (ch for ch in memory_changes(config) if _would_fit(config, ch, limit))
-    remedies = [words_of(changes) for changes in islice(fitting, MOST_REMEDIES)]
-    remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
-    return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {'; '.join(remedies)}"))
-
-
-def _would_fit(config: Config, changes: Updates, limit: float) -> bool:
-    """Return whether changes are legal and let some choice of stages fit."""
-    devices = math.prod(map(config.mesh.size, MESH_AXES))
-    try:
-        changed = resolve(update(config, changes), devices, config.compile.num_slices)
-        if not ENGINES[changed.pipeline.engine].auto_stages:
-            return False
-        return any(p.memory.max() <= limit for p in _candidates(changed, limit))
-    except (ConfigError, ScheduleError):  # a CSV file has a fixed number of microbatches
-        return False
+    return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {REMEDIES}"))

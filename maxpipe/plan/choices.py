@@ -1,17 +1,15 @@
 """Decide what `auto` means: how weights are gathered, and which values are computed again.
 
-How often weights are gathered: on TPUs a gather in every iteration is exposed, and one in steps
-needs copies. Gathering all weights of a stage once is faster by the compiler's estimate, but it
-holds them and the sums of their gradients in full. Where the engine can, gathering a repeat ahead
-is as fast, and with more than two repeats it holds less. The same modes also pay without split
-weights: the circular engine sums gradients over devices with the same weights once, lockstep
-engines gather the head once, and units of the mpmd engine read weights that were cast beforehand.
+On TPUs a gather in every iteration is exposed, and one in steps needs copies. Gathering all weights
+of a stage once is faster by the compiler's estimate, but holds them and the sums of their gradients
+in full. Where the engine can, gathering a repeat ahead is as fast, and with more than two repeats
+it holds less. These modes also pay without split weights: the circular engine sums gradients over
+devices with the same weights once, lockstep engines gather the head once, and units of the mpmd
+engine read weights that were cast beforehand.
 
-Whether a backward computes cheap values layer by layer: the backward of a chunk computes its
-forward again, all layers at once. It may hold cheap values, such as norms and activation functions,
-for all layers, or compute them once more at each layer. The latter takes less memory, but on TPUs
-it costs more than the operations themselves: XLA then copies all weights and saved tensors that the
-layer reads from their stores.
+The backward of a chunk computes its forward again, all layers at once. It may hold cheap values,
+such as norms and activation functions, for all layers, or compute them once more at each layer,
+which takes less memory. But on TPUs XLA then copies all that the layer reads from its stores.
 """
 
 import numpy as np

@@ -65,7 +65,6 @@ def on_platform(config: Config, platform: str) -> Config:
 
 
 def layer_of(config: Config) -> Layer:
-    """Return the tensors and products of a layer of a resolved configuration."""
     return _layer(config.model, config.data.sequence_length, rules_of(config), mesh_sizes(config))
 
 

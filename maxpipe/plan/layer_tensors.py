@@ -77,19 +77,19 @@ class Layer:
     # weights do not count.
     residuals: Callable[[RematPolicy | None], float]
 
+    # FLOPs per token of a forward's products: with weights, with those of experts, and of
+    # activations with each other.
+
     @cached_property
     def weight_flops(self) -> float:
-        """Return the FLOPs per token of a forward's products with weights."""
         return sum(p.flops for p in self._weight_products)
 
     @cached_property
     def expert_flops(self) -> float:
-        """Return the part of `weight_flops` that multiplies rows with their experts' weights."""
         return sum(p.flops for p in self.products if p.name == GROUPED)
 
     @cached_property
     def activation_flops(self) -> float:
-        """Return the FLOPs per token of a forward's products of activations with each other."""
         return sum(p.flops for p in self.products if not p.has_weight)
 
     def recomputed_flops(self, saved: Collection[str]) -> float:
@@ -189,7 +189,6 @@ class Layer:
 
     @cached_property
     def _read(self) -> set[Value]:
-        """Return the operands of products, and the layer's output."""
         return {self.output, *(operand for p in self.products for operand in p.operands)}
 
     def _shared_operand(self, result: Tensor) -> Value | None:

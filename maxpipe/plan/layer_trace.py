@@ -31,6 +31,7 @@ from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
 ATTENTION = "planned_attention"  # names of the equations that stand for kernels
 GROUPED = "planned_grouped_product"
+_Saved = tuple[tuple[jax.Array, ...], jax.Array | None]  # operands, result
 
 
 def _stand_in(name: str, *, saves_result: bool) -> Callable[..., jax.Array]:
@@ -50,17 +51,11 @@ def _stand_in(name: str, *, saves_result: bool) -> Callable[..., jax.Array]:
         result: jax.Array = primitive.bind(*operands, assignments=assignments)
         return result
 
-    def forward(
-        assignments: int, *operands: jax.Array
-    ) -> tuple[jax.Array, tuple[tuple[jax.Array, ...], jax.Array | None]]:
+    def forward(assignments: int, *operands: jax.Array) -> tuple[jax.Array, _Saved]:
         result = call(assignments, *operands)
         return result, (operands, result if saves_result else None)
 
-    def backward(
-        assignments: int,
-        saved: tuple[tuple[jax.Array, ...], jax.Array | None],
-        cotangent: jax.Array,
-    ) -> tuple[jax.Array, ...]:
+    def backward(assignments: int, saved: _Saved, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         operands, result = saved
         used = jnp.sum(cotangent if result is None else result * cotangent)
         return tuple(operand * used for operand in operands)
@@ -116,10 +111,7 @@ class ModelTrace:
 
 
 def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
-    """Return the program of a resolved model around `planned_attention`.
-
-    `expert_devices` share its experts.
-    """
+    """Return the program of a resolved model, whose experts so many devices share."""
     assert model.head_dim > 0, "head_dim is not resolved"
     return _program(model, BLOCKS[model.block], expert_devices)
 

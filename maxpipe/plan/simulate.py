@@ -103,9 +103,8 @@ class Simulation:
     def idle_in_span(self) -> float:
         """Return the longest time from a stage's first unit to its last, minus the most work.
 
-        Zero-bubble schedules bring this to 0: steps that followed each other without a barrier
-        would overlap where stages start and end at different times. An optimizer that waits for all
-        gradients is such a barrier, so that the bubble remains.
+        Zero-bubble schedules bring this to 0: without a barrier, such as an optimizer that waits
+        for all gradients, steps would overlap where stages start and end at different times.
         """
         return self._lost(self.span.max() - self.work.max())
 
