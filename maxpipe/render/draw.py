@@ -26,6 +26,7 @@ WITHOUT_SOLVER = (
     f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
     "heuristics alone were tried"
 )
+NO_SEARCH = "is for solve; a schedule that is given needs no search"
 WITHOUT_TIME = "heuristics took all of the time, and left none for exact search; raise --seconds"
 
 
@@ -43,7 +44,7 @@ def draw(arguments: argparse.Namespace) -> None:
 
 
 def _draw_schedules(arguments: argparse.Namespace) -> None:
-    problems = _misplaced(arguments, seconds=True)
+    problems = _misplaced(arguments, NO_SEARCH)
     names = [word for word in arguments.words if "=" not in word]
     for option in ("csv", "svg"):
         if getattr(arguments, option) and (arguments.compare or len(names) > 1):
@@ -75,7 +76,7 @@ def _solve(arguments: argparse.Namespace) -> None:
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
     message = "is for schedules by name; a configuration is compared with uniform stages anyway"
-    problems = _misplaced(arguments, seconds=True, compare=message)
+    problems = _misplaced(arguments, NO_SEARCH, message)
     path, *words = arguments.words
     if problems := [*problems, *repeated_words(words)]:
         raise ConfigError(*problems)
@@ -117,16 +118,12 @@ def _solution_text(solution: Solution) -> str:
 
 
 def _misplaced(
-    arguments: argparse.Namespace, *, seconds: bool = False, compare: str = ""
+    arguments: argparse.Namespace, seconds: str = "", compare: str = ""
 ) -> list[Problem]:
-    """Return the problems of flags that are for other words, if these are."""
-    problems = []
-    if seconds and arguments.seconds is not None:
-        message = "is for solve; a schedule that is given needs no search"
-        problems.append(Problem("--seconds", message))
-    if compare and arguments.compare:
-        problems.append(Problem("--compare", compare))
-    return problems
+    """Return the problems of flags that are given although they are for other words."""
+    flags = {"seconds": seconds, "compare": compare}
+    given = {f for f in flags if getattr(arguments, f) not in (None, False)}
+    return [Problem(f"--{f}", flags[f]) for f in flags if f in given and flags[f]]
 
 
 def _show(

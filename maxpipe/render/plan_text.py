@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import GIB
@@ -244,7 +245,10 @@ def _winner_lines(plan: Plan) -> Iterator[str]:
             f"closed forms; rows that were not compiled may be faster: --compile "
             f"{compiled + min(faster, _MORE)} compares them"
         )
-    if not machine.is_timed and (needed := machine.devices * chosen.memory) > (free := _free()):
+    free = math.inf
+    with suppress(OSError):  # only Linux has such a file
+        free = free_memory()
+    if not machine.is_timed and (needed := machine.devices * chosen.memory) > free:
         yield (
             f"warning: the devices share this machine's memory: {machine.devices} x "
             f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free; a "
@@ -256,13 +260,6 @@ def _winner_lines(plan: Plan) -> Iterator[str]:
             f"{batch} sequences a step are {batch / before:.3g} times the file's {before}, so with "
             f"steps={written.steps} a run reads as many times the tokens"
         )
-
-
-def _free() -> float:
-    try:
-        return free_memory()
-    except OSError:  # only Linux has such a file
-        return math.inf
 
 
 def _omissions(plan: Plan) -> Iterator[str]:

@@ -9,8 +9,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.plan.simulate import Simulation
-from maxpipe.render.chart import STYLE, chart_svg, fit_frame
-from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
+from maxpipe.render.chart import NAMES, STYLE, Rgb, chart_svg, fit_frame, ink, unit_colour
 from maxpipe.render.columns import columns, numbers
 from maxpipe.render.html import document, shipped
 from maxpipe.render.html import table as html_table

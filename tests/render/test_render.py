@@ -12,8 +12,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.plan.simulate import Costs, simulate
-from maxpipe.render.chart import chart_svg
-from maxpipe.render.colours import Rgb, ink, unit_colour
+from maxpipe.render.chart import Rgb, chart_svg, ink, unit_colour
 from maxpipe.render.columns import columns
 from maxpipe.render.schedule_text import (
     HEADER,
