@@ -128,10 +128,9 @@ def saving_of(config: Config) -> Saving:
         # Each of them applies the policy to itself, whatever the pipeline's layers do. On engines
         # with stages they count as layers outside the pipeline, with all that the policy names.
         first = layer_of(with_dense_layers(config))
-        if policy.everything:
-            first_kept = num_first * (embed + _everything(config, first))
-        else:
-            first_kept = num_first * (embed + _named(config, first, by_itself=not has_stages))
+        kept = _named(config, first, by_itself=not has_stages)
+        kept = _everything(config, first) if policy.everything else kept
+        first_kept = num_first * (embed + kept)
         first_handed_over = num_first * first.handed_over
         first_recomputed = _recomputed(config, first)
     return Saving(

@@ -3,7 +3,6 @@
 import re
 from itertools import combinations
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe import load_config
-from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config import ConfigError
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.devices.chips import GIB
@@ -144,30 +143,6 @@ def test_a_stage_is_all_its_chunks():
             assert max(chosen.memory) <= limit
             least = min(cut.slowest for cut in cuts if max(cut.memory) <= limit)
             assert chosen.slowest == pytest.approx(least), policy
-
-
-def preset(name, schedule, stages, repeats=1):
-    """Return a preset's model on stages of 8 devices, with two microbatches per stage."""
-    words = (
-        f"mesh.ici.stage={stages} mesh.ici.fsdp=8 mesh.ici.data=1 mesh.ici.tensor=1 "
-        f"mesh.ici.expert=1 pipeline.parallel_layers=-1 pipeline.outside_layers=after "
-        f"pipeline.schedule={schedule} pipeline.num_repeats={repeats} "
-        f"pipeline.layers_per_stage=auto pipeline.num_microbatches={2 * stages} "
-        f"data.global_batch_size={16 * stages}"
-    )
-    return resolve(load(name, words.split()), 8 * stages)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "repeats"),
-    [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
-)
-def test_presets_are_no_slower_than_with_uniform_stages(schedule, repeats):
-    for path in sorted(Path("configs/models").glob("*.yml"))[::4]:
-        config = preset(str(path), schedule, 4, repeats)
-        if uniform := uniform_sizes(config):
-            chosen, even = plan_stages(config, inf), predict(config, uniform)
-            assert chosen.run.makespan <= even.run.makespan, path.stem
 
 
 def test_a_smaller_limit_moves_layers_to_later_stages():

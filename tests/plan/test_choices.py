@@ -130,12 +130,6 @@ def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
 
     once = more("once")
     assert (chosen(1.01 * once), chosen(0.99 * once)) == ("once", "per_iteration")
-    # In steps gradients of a whole chunk wait to be sent, in units not.
-    in_units = more("once", **{"pipeline.fsdp_prefetch": "false"})
-    assert once < in_units
-    share = (once + in_units) / 2
-    assert chosen(share) == "once"
-    assert chosen(share, **{"pipeline.fsdp_prefetch": "false"}) == "per_iteration"
     least = more("per_repeat", **CIRCULAR)
     assert least < more("once", **CIRCULAR)
     assert chosen(1.01 * least, **CIRCULAR) == "per_repeat"
@@ -171,11 +165,7 @@ def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weight
 
 
 def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules():
-    for rule in (
-        ["activation_batch", ["data"]],
-        ["repeat", ["fsdp"]],
-        ["layers_per_stage", ["fsdp"]],
-    ):
+    for rule in (["activation_batch", ["data"]], ["layers_per_stage", ["fsdp"]]):
         rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
         values = CIRCULAR | {"sharding.logical_axis_rules": rules}
         decision, (note,) = decided(**values)

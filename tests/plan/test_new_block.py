@@ -1,7 +1,6 @@
 """A block that is only in the catalogue is priced right: parameters, FLOPs, MFU, memory, stages."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers.engines import make_mesh
@@ -16,7 +15,7 @@ from maxpipe.devices.chips import chip_for
 from maxpipe.model.attention import AttentionFn
 from maxpipe.model.block import LlamaBlock
 from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, project
-from maxpipe.model.parameters import declare, map_specs
+from maxpipe.model.parameters import declare
 from maxpipe.model.program import ModelProgram
 from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.estimate import estimate
@@ -24,7 +23,6 @@ from maxpipe.plan.flops import model_flops_per_token, parameter_count
 from maxpipe.plan.footprint import layer_of
 from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.layer_times import layer_times
-from maxpipe.plan.layer_trace import trace_model
 from maxpipe.training import start
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
@@ -93,24 +91,6 @@ def test_parameters_and_model_flops_follow_the_block():
     assert new == ModelProgram(config_of().model).parameter_count()
     new, llama = both(lambda config: model_flops_per_token(config.model, T))
     assert new - llama == 6 * LAYERS * MORE_WEIGHTS
-
-
-def test_layer_flops_are_those_of_the_compiled_layer():
-    config = config_of()
-    trace, layer = trace_model(config.model, T), layer_of(config)
-    program = ModelProgram(config.model)
-    shapes = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), program.specs["layers"])
-    x = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
-    side = trace.layer.in_avals[-len(SideInputs._fields) :]
-
-    def run(params, x, *side):
-        return program.block(params, x, SideInputs(*side), None)[0]
-
-    side = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in side]
-    compiled = jax.jit(run).lower(shapes, x, *side).compile().cost_analysis()["flops"]
-    # The kernel that runs here computes the masked half too; norms and activations are left out.
-    counted = T * (layer.weight_flops + 2 * layer.activation_flops)
-    assert counted == pytest.approx(compiled, rel=0.05)
 
 
 def test_mfu_follows_the_block_through_the_run(monkeypatch):

@@ -67,23 +67,6 @@ def test_list_scheduling_under_any_cap_runs_every_unit_within_it():
                 assert simulate(table, UNEVEN).peak_in_flight.max() <= cap, (whole, S)
 
 
-def test_lower_bound_has_the_transfers_to_the_last_stage():
-    bounds = [
-        workload(3, 8, 1, "loop", Costs(1, 2, 1, 1, delay), 8).lower_bound() for delay in (0, 0.5)
-    ]
-    assert bounds == pytest.approx([2 + 8 * 3, 2 + 8 * 3 + 2 * 0.5])
-
-
-def test_list_scheduling_with_the_memory_of_a_named_schedule_is_as_fast():
-    for name in ("1f1b", "zb_h2"):
-        for costs in (Costs(1, 2, 1, 1), SPLIT):
-            table = load_schedule(name, 4, 8)
-            run = simulate(table, costs)
-            work = workload(4, 8, 1, "loop", costs, int(run.peak_in_flight.max()))
-            orders = [schedule_units(work, policy) for policy in policies(work, name == "1f1b")]
-            assert min(work.time(o).makespan for o in orders) == pytest.approx(run.makespan)
-
-
 def test_throttled_lockstep_table_under_any_cap_is_valid_and_within_it():
     for splits in (False, True):
         for S, M, V, placement in itertools.product((1, 3), (1, 5), (1, 2, 3), ("loop", "v")):
