@@ -97,14 +97,14 @@ def test_open_mixture_problem_names_entry(config, tmp_path):
 def test_config_invalid_mixture_raises():
     for value, message in [
         ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text"),
-        ("[{source: text, weight: 0}]", "finite weight above 0; got 0"),
+        ("[{source: text, weight: 0}]", "entry 1: needs a weight above 0; got 0"),
         ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "a weight is 0.0005 of all"),
         ("[{source: synthetic, path: a, weight: 1}]", "synthetic reads no path: set source: text"),
-        ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path"),
+        ("[{source: text, wait: 1, weight: 1}]", "entry 1: has no 'wait', only source, path"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load("configs/base.yml", [f"data.mixture={value}"])
     words = ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"]
-    with pytest.raises(ConfigError, match=r"data\.path has no effect next to it"):
+    with pytest.raises(ConfigError, match=r"leaves data\.path without effect"):
         load("configs/base.yml", words)
