@@ -80,74 +80,33 @@ def _count(text: str) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--topology",
-        metavar="SLICE",
-        help="v5p:4x4x8 or v5p-256, cpu:8, H100:8; with --smallest a kind, v5p; default: the "
-        "configuration's compile.topology",
-    )
-    parser.add_argument(
-        "--tokens-per-step",
-        type=_count,
-        metavar="N",
-        help="tokens of a step, such as 4Mi; default: the configuration's batch",
-    )
-    parser.add_argument(
-        "--max-global-batch",
-        type=_count,
-        metavar="N",
-        help="try larger batches, too, by doubling up to N sequences, at most 1024 times the "
-        "batch; ranked by seconds a sequence",
-    )
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="key=value",
-        help="leave a key no choice, or set one that is not searched; candidates that cannot have "
-        "the value, as meshes without stages have no schedule, are left out and counted",
-    )
-    parser.add_argument(
-        "--try",
-        action="append",
-        default=[],
-        dest="tried",
-        metavar="key=a,b",
-        help="try these values of a searched key, and no others; engines that do not take the key "
-        "are tried as well",
-    )
-    parser.add_argument(
-        "--memory-margin",
-        type=_share,
-        metavar="SHARE",
-        help="share of a device's memory that closed forms leave free (10%%)",
-    )
-    parser.add_argument(
-        "--compile",
-        type=number_flag(int, 0),
-        metavar="N",
-        help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
-    )
-    parser.add_argument(
-        "--no-compile",
-        action="store_const",
-        const=0,
-        dest="compile",
-        help="closed forms alone",
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="put the configuration as it is into the table, and compile it after the others",
-    )
-    parser.add_argument(
-        "--smallest",
-        action="store_true",
-        help="find the smallest slice of a kind that trains the model, and what larger ones cost",
-    )
-    parser.add_argument("--write", metavar="FILE.yml", help="write the chosen configuration")
-    parser.add_argument("--json", metavar="FILE", help="write up to 100 rows as JSON")
-    parser.add_argument("--html", metavar="FILE.html", help="write a page with pictures")
+    add = parser.add_argument
+    text = "v5p:4x4x8 or v5p-256, cpu:8, H100:8; with --smallest a kind, v5p; default: the "
+    add("--topology", metavar="SLICE", help=f"{text}configuration's compile.topology")
+    text = "tokens of a step, such as 4Mi; default: the configuration's batch"
+    add("--tokens-per-step", type=_count, metavar="N", help=text)
+    text = "try larger batches, too, by doubling up to N sequences, at most 1024 times the batch; "
+    text += "ranked by seconds a sequence"
+    add("--max-global-batch", type=_count, metavar="N", help=text)
+    text = "leave a key no choice, or set one that is not searched; candidates that cannot have "
+    text += "the value, as meshes without stages have no schedule, are left out and counted"
+    add("--fix", action="append", default=[], metavar="key=value", help=text)
+    text = "try these values of a searched key, and no others; engines that do not take the key "
+    text += "are tried as well"
+    add("--try", action="append", default=[], dest="tried", metavar="key=a,b", help=text)
+    text = "share of a device's memory that closed forms leave free (10%%)"
+    add("--memory-margin", type=_share, metavar="SHARE", help=text)
+    text = "compile N of the best for the slice and rank them by the compiler's estimates (3)"
+    add("--compile", type=number_flag(int, 0), metavar="N", help=text)
+    text = "closed forms alone"
+    add("--no-compile", action="store_const", const=0, dest="compile", help=text)
+    text = "put the configuration as it is into the table, and compile it after the others"
+    add("--compare", action="store_true", help=text)
+    text = "find the smallest slice of a kind that trains the model, and what larger ones cost"
+    add("--smallest", action="store_true", help=text)
+    add("--write", metavar="FILE.yml", help="write the chosen configuration")
+    add("--json", metavar="FILE", help="write up to 100 rows as JSON")
+    add("--html", metavar="FILE.html", help="write a page with pictures")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ _PASSES = 3
 class Bounds:
     """Least seconds of a step, each as if the others were free.
 
-    Attributes:
-      compute: time of the FLOPs at the chip's peak, masked idle slots of the bubble included.
-      hbm: time to move weights, optimizer state and activations through memory, from shapes.
-      network: time of the slower of ICI and DCN; None if a needed bandwidth is unknown.
-      mfu: model FLOPs utilisation of a step that takes as long as the largest of these.
+    `compute` includes the masked idle slots of the bubble. `network` is the time of the slower of
+    ICI and DCN, None if a needed bandwidth is unknown. `mfu` is the model FLOPs utilisation of a
+    step that takes as long as the largest of these.
     """
 
     compute: float
@@ -42,9 +40,7 @@ class Bounds:
 def estimate(config: Config, tpu: Tpu | None) -> Memory[float]:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
-    Args:
-      tpu: the device's chip; None if it is not a TPU or an unknown one. Weights are
-        gathered in steps on TPUs.
+    `tpu` is None if the device is not a TPU or an unknown one; TPUs gather weights in steps.
     """
     return program_memory(sizes_of_configuration(config, tpu, on_tpus=tpu is not None)).single()
 
@@ -62,8 +58,7 @@ def step_bounds(
     """Bound the time of a compiled step from below.
 
     Args:
-      flops: FLOPs of a step over all devices.
-      model_flops: model FLOPs of a step.
+      flops, model_flops: of a step over all devices.
       memory: estimated memory of one device.
       network: least seconds for the collectives of a step; None if unknown.
     """

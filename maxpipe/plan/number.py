@@ -16,10 +16,8 @@ def single(number: Number) -> float:
 class Seconds(NamedTuple):
     """A predicted step, whose parts are means of all devices.
 
-    Attributes:
-      products: matrix products, attention, what runs between them, and the optimizer's update.
-      communication: what computation waits for.
-      bubble: idle slots and idle stages.
+    Products include attention, what runs between them, and the optimizer's update; communication is
+    what computation waits for; the bubble is idle slots and idle stages.
     """
 
     products: Number

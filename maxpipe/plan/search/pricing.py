@@ -59,8 +59,7 @@ class Outcome:
         other beats in both time and memory.
       fastest: seconds per sequence of the fastest candidate that fits.
       least: the candidate that needs the least memory; None if none is legal.
-      tried: number of candidates.
-      fallen: number of candidates that were dropped for each reason.
+      tried, fallen: number of candidates, and of those that were dropped for each reason.
       priced_seconds: how long the search took.
     """
 
@@ -76,12 +75,7 @@ class Outcome:
 def search(
     space: Space, machine: Machine, facts: Facts, batches: Sequence[int], limit: float | None
 ) -> Outcome:
-    """Price every candidate and keep the fastest.
-
-    Args:
-      batches: global batches to try, in sequences.
-      limit: bytes that a device may use; None if unknown.
-    """
+    """Price every candidate and keep the fastest that need at most `limit` bytes of a device."""
     started = time.perf_counter()
     outcome = Outcome()
     for priced in priced_blocks(space, machine, facts, batches, outcome):

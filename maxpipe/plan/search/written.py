@@ -25,12 +25,9 @@ _PACKAGES = ("maxpipe", "jax", "libtpu")
 
 
 def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
-    """Return the YAML of a row, with its prediction in comments.
+    """Return the YAML of a row of a plan, with its prediction in comments.
 
-    Args:
-      plan: the plan that the row belongs to.
-      row: the row to write.
-      words: the command line after the command.
+    `words` is the command line after the command.
     """
     machine, margin = plan.request.machine, plan.request.margin
     seconds = row.seconds
