@@ -72,7 +72,6 @@ def _share(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Return a number such as 4Mi."""
     try:
         return int(str(convert(OPTIONS[BATCH], Scalar(text))))
     except ValueError as error:

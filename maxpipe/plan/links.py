@@ -127,7 +127,6 @@ def _links_of_groups(
     *,
     between_neighbours: bool = False,
 ) -> int:
-    """Return the number of links that each of these groups of device indices can use."""
     if chip.torus is None or not coordinates(devices[0]):
         return chip.links
     places = np.array([coordinates(d)[: chip.torus.dimensions] for d in devices])
@@ -144,7 +143,6 @@ def _groups(mesh: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 
 
 def _spans(places: np.ndarray) -> tuple[int, ...]:
-    """Return the chips that places [devices, dimensions] span in each dimension."""
     return tuple(len(np.unique(column)) for column in places.T)
 
 
@@ -172,7 +170,6 @@ def _fewest(
 
 
 def _spans_of_axes(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, Spans]:
-    """Return the chips that a group of each axis spans in each dimension, the last axis first."""
     left = list(grid)
     spans: dict[str, Spans] = {}
 
@@ -203,7 +200,6 @@ class LinkCosts:
     Attributes:
       gather: seconds per byte of gathers along fsdp.
       permute: seconds per byte that goes to the next stage.
-      crosses_slices: whether stages are on several slices.
       is_whole_torus: whether fsdp has all devices of a slice whose three dimensions are closed.
         Where a chip is two devices it has not: see `sharding.torus.line_length`.
       sums_whole: whether XLA's partitioner sums whole arrays over fsdp where it could scatter. It
@@ -232,7 +228,6 @@ class LinkCosts:
         self.permute = self._permute() if grid.size("stage") > 1 else 0.0
 
     def of(self, axis: str) -> float:
-        """Return the seconds per byte of collectives along an axis."""
         return self._each[axis]
 
     def of_sum(self, *axes: str) -> Number:
@@ -286,8 +281,8 @@ class LinkCosts:
     def _between_slices(self) -> float:
         """Return the seconds per byte that goes to another slice.
 
-        The devices of a chip share its part of the host's network. Where its bandwidth is unknown,
-        a link's is taken instead, and the plan says so.
+        The devices of a chip share its part of the host's network. If it is unknown, it is taken
+        for a link, and the plan says so.
         """
         of_chip = self._machine.chip.dcn_bandwidth or self._machine.chip.link_bandwidth
         return self._machine.devices / self._machine.num_chips / of_chip

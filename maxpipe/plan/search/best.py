@@ -82,7 +82,6 @@ class Plan:
 
     @property
     def winner(self) -> Row | None:
-        """Return the chosen row; None if nothing fits."""
         return self.rows[0] if self.rows else None
 
     @property
@@ -170,7 +169,6 @@ def _checked(
 
 
 def problem_of(config: Config, request: Request) -> Problem | None:
-    """Return the first problem that the configuration's own checks find; None if it is sound."""
     try:
         resolve(config, request.machine.devices, request.machine.slices)
     except ConfigError as error:
@@ -179,7 +177,6 @@ def problem_of(config: Config, request: Request) -> Problem | None:
 
 
 def own_row(request: Request) -> Row | str:
-    """Return the user's own configuration on the plan's devices; or why it cannot be priced."""
     machine = request.machine
     try:
         config = resolve(placed(request.written, machine), machine.devices, machine.slices)

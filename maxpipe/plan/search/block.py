@@ -59,7 +59,6 @@ class Block:
         return len(self.tiles)
 
     def only(self, chosen: np.ndarray) -> "Block":
-        """Return the candidates that are chosen by a mask or by their places."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in _COLUMNS})
 
 
@@ -147,10 +146,8 @@ def _layers_of(config: Config) -> tuple[int, int]:
 class BlockSizes:
     """Sizes and counts of a block's candidates: numbers that they share, or float [N].
 
-    Args:
-      block: the candidates.
-      tpu: the device's chip; None if it is not a TPU.
-      table: the schedule of a block of one, if it is from a file; else None.
+    `tpu` is None if the device is not a TPU. `table` is the schedule of a block of one, if it is
+    from a file.
     """
 
     def __init__(self, block: Block, facts: Facts, tpu: Tpu | None, table: Table | None = None):
@@ -260,7 +257,6 @@ class BlockSizes:
         return patterns, places.reshape(-1)
 
     def of_pattern(self, name: str) -> np.ndarray:
-        """Return a number of the patterns, float [N]."""
         patterns, places = self._patterns
         return np.array([getattr(p, name) for p in patterns], float)[places]
 
@@ -281,7 +277,6 @@ class BlockSizes:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether weight gradients are units of their own."""
         if self._table is not None:
             return "W" in self._table.kinds
         return self.engine.has_stages and SCHEDULES[self.block.schedule].splits_backward
@@ -290,12 +285,10 @@ class BlockSizes:
 def sizes_of_configuration(
     config: Config, tpu: Tpu | None, *, on_tpus: bool, table: Table | None = None
 ) -> BlockSizes:
-    """Return the sizes of a resolved configuration, a block of one.
+    """Return the sizes of a resolved configuration, a block of one, with its schedule if at hand.
 
-    Args:
-      tpu: the device's chip; None if it is not a TPU or an unknown one.
-      on_tpus: whether `auto` stands for the kernels of TPUs; else kernels are as configured.
-      table: its schedule, if that is at hand.
+    `tpu` is None if the device is not a TPU or an unknown one. On TPUs, `auto` stands for their
+    kernels; else kernels are as configured.
     """
     if table is None and not has_closed_form(config):
         table = build_table(config)

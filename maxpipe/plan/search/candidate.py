@@ -50,7 +50,6 @@ class Candidate:
 
     @property
     def per_sequence(self) -> float:
-        """Return the seconds of one sequence by the closed forms."""
         return float(self.seconds.step) / self.batch
 
     @property
@@ -79,7 +78,6 @@ class Candidate:
         return update(shared, self.updates())
 
     def mesh_text(self) -> str:
-        """Return its mesh: "stage=2 fsdp=4", with "dcn.data=2" across slices."""
         words = [
             f"{level}{axis}={n}"
             for level, sizes in (("", self.grid.ici), ("dcn.", self.grid.dcn))
@@ -98,7 +96,6 @@ class Candidate:
 def candidate_of(
     block: Block, place: int, layers: int, memory: float, seconds: Seconds
 ) -> Candidate:
-    """Return a candidate of a block, by its place, for a model with so many stacked layers."""
     repeats = int(block.repeats[place])
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)
     return Candidate(
@@ -152,39 +149,30 @@ class Row:
 
     @property
     def parts(self) -> Seconds:
-        """Return the parts of the step, the compiler's if there are any."""
-        if self.proof and self.proof.parts:
-            return self.proof.parts
-        return self.candidate.seconds
+        """Return the parts of the step, the compiler's if there are any; so do the next two."""
+        return (self.proof and self.proof.parts) or self.candidate.seconds
 
     @property
     def seconds(self) -> float:
-        """Return the predicted step, the compiler's if there is one."""
         proved = self.proof.seconds if self.proof else None
         return float(self.candidate.seconds.step) if proved is None else proved
 
     @property
     def memory(self) -> float:
-        """Return the bytes of a device, the compiler's figure if there is one."""
         proved = self.proof.memory if self.proof else None
         return self.candidate.memory if proved is None else proved
 
     @property
     def basis(self) -> str:
-        """Return what its seconds rest on."""
         return "compiled" if self.proof and self.proof.seconds is not None else "closed"
 
     @property
     def per_sequence(self) -> float:
-        """Return the seconds of one sequence, which rows are ranked by."""
         return self.seconds / self.candidate.batch
 
 
 def relative_time(row: Row, best: Row) -> float:
-    """Return the time of a sequence as a multiple of the best's, both on one basis.
-
-    The basis is the compiler if it has timed both, else the closed forms.
-    """
+    """Return the time of a sequence as a multiple of the best's, both compiled or both closed."""
     if row.basis == best.basis == "compiled":
         return row.per_sequence / best.per_sequence
     return row.candidate.per_sequence / best.candidate.per_sequence
@@ -211,13 +199,15 @@ def loss_of(row: Row, best: Row) -> str:
         return row.proof.failure or "does not fit, says the compiler"
     slower = relative_time(row, best) - 1
     per = "" if row.candidate.batch == best.candidate.batch else " per sequence"
-    are_compiled = all(r.proof and r.proof.parts for r in (row, best))
-    per_sequence = [
-        [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.candidate.seconds)]
-        for r in (row, best)
-    ]
     if slower <= -5e-4:
         return f"{-slower:.1%} faster{per}"
-    losses = [a - b for a, b in zip(*per_sequence, strict=True)]
+    if slower < 5e-4:
+        return f"as fast{per}"
+    are_compiled = all(r.proof and r.proof.parts for r in (row, best))
+    parts, fewer = (
+        [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.candidate.seconds)]
+        for r in (row, best)
+    )
+    losses = [a - b for a, b in zip(parts, fewer, strict=True)]
     part = ("computation", "communication", "bubble")[losses.index(max(losses))]
-    return f"{slower:+.1%}{per}: {part}" if slower >= 5e-4 else f"as fast{per}"
+    return f"{slower:+.1%}{per}: {part}"

@@ -67,7 +67,6 @@ class Facts:
 
     @cached_property
     def model_flops_per_token(self) -> float:
-        """Return the model FLOPs of a token, forward and backward."""
         return model_flops_per_token(self.config.model, self.config.data.sequence_length)
 
     @cached_property

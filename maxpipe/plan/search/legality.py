@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import Problem
 from maxpipe.config.options import update
@@ -39,7 +37,6 @@ class Layout(NamedTuple):
     is_uneven: bool = False
 
     def updates(self, layers: int) -> dict[str, object]:
-        """Return the keys and values of this layout for a number of layers."""
         return {
             "pipeline.num_layers_per_stage": -1,
             "pipeline.layers_per_stage": AUTO if self.is_uneven else [],
@@ -64,12 +61,12 @@ class Legality:
     """The rules, applied to parts of candidates."""
 
     def __init__(self, config: Config):
-        self._config = config
+        self.config = config
         self._options: dict[tuple[str, ...], str] = {}
 
     def of_mesh(self, grid: Grid) -> str:
         """Return why the model cannot be split over a mesh; empty if it can."""
-        config = update(self._config, grid.updates())
+        config = update(self.config, grid.updates())
         kernels = kernel_problems(config, platform_of(config))
         return _brief([*apply_rules(MODEL_RULES, config, ())[1], *kernels])
 
@@ -78,22 +75,9 @@ class Legality:
         values = (engine, schedule, policy, gather)
         if values not in self._options:
             changes = dict(zip((ENGINE, SCHEDULE, POLICY, GATHERS), values, strict=True))
-            problems = apply_rules(ENGINE_RULES, update(self._config, changes), ())[1]
+            problems = apply_rules(ENGINE_RULES, update(self.config, changes), ())[1]
             self._options[values] = _brief(problems)
         return self._options[values]
-
-    def fits_engine(self, engine: str, grid: Grid, microbatches: np.ndarray) -> np.ndarray | bool:
-        """Return whether an engine takes numbers of microbatches."""
-        if not (ENGINES[engine].has_stages and ENGINES[engine].whole_rounds):
-            return True
-        stages = grid.size("stage")
-        least = stages * self._config.pipeline.forwarding_delay
-        return (microbatches % stages == 0) & (microbatches >= least)
-
-    def divides_evaluation(self, grid: Grid, batch: int) -> bool:
-        """Return whether the devices divide the batch of evaluations, if there are any."""
-        every, size = self._config.eval.every, self._config.eval.global_batch_size
-        return not every or size in (-1, batch) or size % grid.batch_shards == 0
 
 
 def _brief(problems: Sequence[Problem]) -> str:

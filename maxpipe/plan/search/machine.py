@@ -73,21 +73,17 @@ class Machine:
 
     @property
     def num_chips(self) -> int:
-        """Return the chips of all slices."""
         return self.slices * math.prod(self.grid)
 
     @property
     def matrix_peak(self) -> float:
-        """Return the FLOP/s of large matrix products."""
         return self.peak * (self.chip.matrix_efficiency or MATRIX_EFFICIENCY)
 
     @property
     def attention_peak(self) -> float:
-        """Return the FLOP/s of attention kernels."""
         return self.peak * ATTENTION_EFFICIENCY
 
     def stream_rate(self, size: float) -> float:
-        """Return the bytes/s that a device moves, for values of `size` bytes."""
         shares = self.chip.memory_shares
         return (shares.bfloat16 if size < 4 else shares.float32) * self.hbm
 

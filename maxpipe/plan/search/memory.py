@@ -53,7 +53,6 @@ class Memory(Generic[N]):
         return cast(N, sum(parts, 0.0))
 
     def single(self) -> "Memory[float]":
-        """Return the memory of the only candidate."""
         return Memory(**{name: single(number) for name, number in vars(self).items()})
 
 
@@ -86,57 +85,26 @@ def program_memory(sizes: BlockSizes) -> Memory[Number]:
 
 
 def kept_columns(sizes: BlockSizes) -> Number:
-    """Return the width of what one program keeps from forwards to backwards."""
-    store, embed = _store(sizes), sizes.config.model.embed_dim
-    # Without stages a unit is a layer.
-    layers: Number = sizes.layers if sizes.engine.has_stages else 1.0
-    outside: Number = sizes.outside if sizes.engine.has_stages else 0.0
-    unit = embed + layers * sizes.saving.residuals
-    of_outside = outside * (embed + sizes.saving.residuals) + sizes.saving.first_kept
-    return (
-        store.units * unit
-        + store.inputs * embed
-        + store.stashes * layers * sizes.saving.stash
-        + store.masks * embed / sizes.itemsize
-        + store.outside * of_outside
-    )
-
-
-class _Store(NamedTuple):
-    """What is kept at the fullest moment.
-
-    Attributes:
-      units: chunks whose residuals are kept; layers where there are no chunks.
-      inputs: activations or gradients that wait for a unit.
-      stashes: chunks between their I and their W.
-      outside: microbatches whose residuals are kept by layers outside the pipeline and by first
-        dense layers.
-      masks: activations for which a mask of one byte per value is kept.
-    """
-
-    units: Number
-    inputs: Number = 0.0
-    stashes: Number = 0.0
-    outside: Number = 1.0
-    masks: Number = 0.0
-
-
-def _store(sizes: BlockSizes) -> _Store:
-    if not sizes.engine.has_stages:
-        return _Store(sizes.config.model.stacked_layers)
-    if sizes.engine.lockstep:
+    """Return the width of what one program keeps for backwards at the fullest moment."""
+    embed, saving, engine = sizes.config.model.embed_dim, sizes.saving, sizes.engine
+    of_outside = sizes.outside * (embed + saving.residuals) + saving.first_kept
+    if not engine.has_stages:  # units are layers
+        return sizes.config.model.stacked_layers * (embed + saving.residuals) + of_outside
+    unit = embed + sizes.layers * saving.residuals
+    if engine.lockstep:
         residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
         # Each store has a slot more, for scratch: two for activations and gradients.
-        stashes = stash + np.greater(stash, 0)
-        return _Store(residuals + 1, arrivals + 2, stashes, sizes.share_of_outside())
-    delay = sizes.config.pipeline.forwarding_delay
-    iterations = sizes.microbatches * sizes.repeats + delay * (sizes.stages - 1)
+        stashes = (stash + np.greater(stash, 0)) * sizes.layers * saving.stash
+        stored = (residuals + 1) * unit + (arrivals + 2) * embed + stashes
+        return stored + sizes.share_of_outside() * of_outside
     # The circular engine keeps a unit of every iteration, and the conveyor of inputs and outputs
     # with its gradient. Each stage runs the layers outside the pipeline on its microbatches.
-    # Autodiff keeps the masks that choose each iteration's input and output.
+    # Autodiff keeps the masks that choose each iteration's input and output, a byte per value.
+    delay = sizes.config.pipeline.forwarding_delay
+    iterations = sizes.microbatches * sizes.repeats + delay * (sizes.stages - 1)
+    masks = 2 * iterations * sizes.gathers("per_iteration") * embed / sizes.itemsize
     of_stage = sizes.microbatches / sizes.stages
-    masks = 2 * iterations * sizes.gathers("per_iteration")
-    return _Store(iterations, 2 * of_stage, outside=of_stage, masks=masks)
+    return iterations * unit + masks + of_stage * (2 * embed + of_outside)
 
 
 def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
@@ -160,7 +128,6 @@ def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
 
 
 def _first_excess(sizes: BlockSizes) -> Number:
-    """Return how many more bytes units of the first dense layers work with than other units."""
     more = _layer_work(sizes, sizes.facts.of_first_layers) - working_columns(sizes)
     return sizes.tokens * sizes.itemsize * np.maximum(more, 0.0)
 
@@ -332,11 +299,9 @@ class StageMemory:
         return held + single(working)
 
     def state_bytes(self, stage: int, layers: int) -> float:
-        """Return the bytes of parameters, optimizer state and sums of gradients."""
         return single(_state(self._sizes, layers, *self._ends(stage)))
 
     def updated_parameters(self, stage: int, layers: int) -> float:
-        """Return how many parameters the stage's optimizer updates on a device."""
         return single(_owned(self._sizes.trained, layers, *self._ends(stage)))
 
     def in_flight_bytes(self, stage: int, chunks: Sequence[int]) -> float:
@@ -357,7 +322,6 @@ class StageMemory:
         return units_in_flight(self._table)
 
     def _ends(self, stage: int) -> tuple[float, float]:
-        """Return whether a stage has the first, and the last, chunk."""
         chunks = self._table.stage_of_chunk
         return float(chunks[0] == stage), float(chunks[-1] == stage)
 

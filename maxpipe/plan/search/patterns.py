@@ -164,12 +164,12 @@ def _in_flight(table: Table) -> np.ndarray:
 
 
 def units_in_flight(table: Table) -> list[np.ndarray]:
-    """Count, for each stage, how many units of each of its chunks are in flight at once.
+    """Count, for each stage, how many units of each of its V chunks are in flight at once.
 
     Returns:
-      For each stage int [combinations, 2 V], V chunks of a stage. The first V columns count units
-      between F and the end of B or I, the others those between I and the end of W. Each combination
-      that occurs is listed once.
+      For each stage int [combinations, 2 V]. The first V columns count units between F and the end
+      of B or I, the others those between I and the end of W. Each combination that occurs is listed
+      once.
     """
     repeats = table.num_repeats
     events: list[list[tuple[int, int, str, int]]] = [[] for _ in range(table.num_stages)]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.block import Block, BlockSizes, block_of
@@ -125,20 +126,25 @@ def only_legal(block: Block, legality: Legality, fallen: Counter[str]) -> Block:
     """Return the candidates that are legal on a legal mesh; count the others."""
     legal = np.ones(len(block), bool)
 
-    def drop(passes: np.ndarray | bool, reason: str) -> None:
-        lost = legal & ~np.asarray(passes)
+    def drop(passes: np.ndarray, reason: str) -> None:
+        lost = legal & ~passes
         if count := int(lost.sum()):
             fallen[reason] += count
             legal[lost] = False
 
+    config, engine, shards = legality.config, ENGINES[block.engine], block.grid.batch_shards
     drop(block.chunk > 0, "model.num_layers: fewer layers than stages x repeats")
-    evaluates = legality.divides_evaluation(block.grid, block.batch)
+    size = config.eval.global_batch_size if config.eval.every else -1
+    evaluates = np.array(size in (-1, block.batch) or size % shards == 0)
     drop(evaluates, "eval.global_batch_size: no multiple of the devices that divide it")
-    fits = legality.fits_engine(block.engine, block.grid, block.microbatches)
-    drop(fits, "pipeline.num_microbatches: not whole rounds of the stages")
-    divides = block.batch % (block.microbatches * block.grid.batch_shards) == 0
-    shares = "pipeline.num_microbatches x the devices that divide it"
-    drop(divides, f"data.global_batch_size: no multiple of {shares}")
+    if engine.has_stages and engine.whole_rounds:
+        stages = block.grid.size("stage")
+        least = stages * config.pipeline.forwarding_delay
+        rounds = (block.microbatches % stages == 0) & (block.microbatches >= least)
+        drop(rounds, "pipeline.num_microbatches: not whole rounds of the stages")
+    divided = "pipeline.num_microbatches x the devices that divide it"
+    divides = block.batch % (block.microbatches * shards) == 0
+    drop(divides, f"data.global_batch_size: no multiple of {divided}")
     for (p, policy), (g, gather) in itertools.product(
         enumerate(block.policies), enumerate(block.gathers)
     ):

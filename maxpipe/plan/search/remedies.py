@@ -130,7 +130,6 @@ def _free_percent(request: Request, memory: float) -> int:
 
 
 def _smaller_margin(plan: Plan) -> Iterator[str]:
-    """Yield the margin with which the smallest candidate fits, if there is one."""
     request, least = plan.request, plan.outcome.least
     if least is None or problem_of(least.config(request.config), request):
         return

@@ -45,7 +45,6 @@ class Request:
     """What a command line asks for.
 
     Attributes:
-      path: path of the user's file.
       written: the user's configuration, with what --fix sets of the keys that are not searched.
       config: what all candidates share.
       machine: the devices; with `smallest` those of the smallest slice.
@@ -169,7 +168,6 @@ def _contradictions(
     flags: argparse.Namespace,
     config: Config,
 ) -> list[Problem]:
-    """Return which keys are not given by the right flag, or besides others that exclude them."""
     follows = "follows from what the plan decides, or from --topology; leave it out"
     is_cpu = (flags.topology or config.compile.topology).lower() == CPU
     read = {"compile.topology": not flags.topology, "mesh.simulated_devices": is_cpu}
@@ -234,7 +232,6 @@ def _machine(
 def _batches(
     config: Config, flags: argparse.Namespace, choices: Mapping[str, Sequence[object]]
 ) -> tuple[int, ...]:
-    """Return the global batches to try, in sequences."""
     if BATCH in choices:
         return tuple(int(str(batch)) for batch in choices[BATCH])
     length, first = config.data.sequence_length, config.data.global_batch_size
