@@ -12,7 +12,7 @@ from maxpipe.config.terminal import ignore_note
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.plan.device_parameters import device_parameters, parameters_of, total_parameters
+from maxpipe.plan.device_parameters import device_parameters, total_parameters
 from maxpipe.plan.estimate import estimate, traffic
 from maxpipe.plan.footprint import itemsize, layer_of, on_platform
 from maxpipe.plan.layer_costs import saving_of
@@ -75,31 +75,6 @@ def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(
     )
 
 
-def test_layers_outside_the_pipeline_are_priced_with_their_inputs():
-    """In lockstep those of a stage's rows of one microbatch, otherwise those of all its rows."""
-
-    def inputs(schedule, count):
-        without, four = (
-            config_of(
-                **{
-                    "pipeline.schedule": schedule,
-                    "pipeline.num_microbatches": count,
-                    "data.global_batch_size": 8 * count,  # four rows on each device
-                    "pipeline.parallel_layers": 8,
-                    "model.num_layers": 8 + outside,
-                }
-            )
-            for outside in (0, 4)
-        )
-        return estimate(four, None).activations - estimate(without, None).activations
-
-    row = 4 * Config().data.sequence_length * Config().model.embed_dim  # bytes, in float32
-    found = {(name, n): inputs(name, n) for name in ("circular", "lockstep_1f1b") for n in (8, 16)}
-    shares = {("circular", 8): 8, ("circular", 16): 16}
-    shares |= {("lockstep_1f1b", 8): 1, ("lockstep_1f1b", 16): 1}
-    assert found == {case: 4 * rows * row for case, rows in shares.items()}
-
-
 def test_a_table_from_a_file_is_estimated_as_the_schedule_of_a_name(tmp_path):
     for schedule, splits in (("lockstep_1f1b", False), ("lockstep_zb", True)):
         values = {"pipeline.remat_policy": "minimal", "pipeline.num_microbatches": 8}
@@ -110,33 +85,6 @@ def test_a_table_from_a_file_is_estimated_as_the_schedule_of_a_name(tmp_path):
         assert estimate(config, None) == estimate(named, None), schedule
         sizes = sizes_of_configuration(config, None, on_tpus=False)
         assert sizes.splits_backward is splits
-
-
-def test_activations_against_the_policy():
-    def activations(policy):
-        return estimate(
-            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy}), None
-        ).activations
-
-    assert activations("full") < activations("minimal") < activations("none")
-    assert activations("minimal_offloaded") == activations("full")
-
-
-def test_first_dense_layers_keep_what_dense_layers_keep():
-    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-
-    def activations(policy, layers, first=0, **values):
-        values |= {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
-        values |= {"model.num_layers": layers, "pipeline.remat_policy": policy}
-        values |= {"model.first_dense_layers": first}
-        return estimate(config_of(**values), None).activations
-
-    for policy in ("minimal", "full"):
-        dense = activations(policy, 6) - activations(policy, 5)
-        first = activations(policy, 6, 2, **experts) - activations(policy, 5, 1, **experts)
-        assert first == pytest.approx(dense), policy
-        of_experts = activations(policy, 6, **experts) - activations(policy, 5, **experts)
-        assert policy == "full" or dense != pytest.approx(of_experts, rel=0.1), policy
 
 
 def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads():
@@ -161,22 +109,6 @@ def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_re
         staged = config_of(**values, **circular, **by_layer)
         # With the layer's input, which is not counted by itself there.
         assert saving_of(staged).residuals == pytest.approx(32 + named - unread, abs=choice)
-
-
-def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():
-    """Seven microbatches in flight, and a slot more for idle ones, but no copies of a chunk."""
-    for policy in (
-        "none",
-        "minimal",
-    ):
-        values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.remat_policy": policy}
-        values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 8}
-        values |= {"data.global_batch_size": 16}
-        configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
-        two, three = (estimate(config, None).activations for config in configs)
-        tokens = configs[0].data.sequence_length
-        layer = tokens * itemsize(configs[0].model.dtype) * saving_of(configs[0]).residuals
-        assert (three - two) / layer == pytest.approx(8), policy
 
 
 def test_none_saves_little_but_results_of_products():
@@ -234,16 +166,6 @@ def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh
         assert unrolled < looped
 
 
-def test_an_update_reads_all_gradients_though_unrolled_layers_make_them_late():
-    values = {"pipeline.engine": "sequential", "pipeline.remat_policy": "minimal"}
-    values |= {"pipeline.num_microbatches": 1, "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
-    unrolled, looped = (
-        config_of(**values, **{"pipeline.scan_layers": scans}, **ONE_REPEAT)
-        for scans in (False, True)
-    )
-    assert traffic(unrolled, estimate(unrolled, None)) == traffic(looped, estimate(looped, None))
-
-
 def test_traffic_of_weights_counts_products_that_nothing_spares():
     """An embedding that is no projection as well is looked up, not multiplied with."""
     config = config_of()
@@ -274,20 +196,6 @@ def test_traffic_with_adapters_has_no_gradients_of_the_base():
     assert traffic(adapted, nothing) == pytest.approx(expected, rel=1e-6)
 
 
-def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
-    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0)
-
-    def moved(layers, first=0, **values):
-        values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "model.num_layers": layers}
-        values |= {"model.first_dense_layers": first, "pipeline.num_repeats": 1}
-        return traffic(config_of(**values), nothing)
-
-    two_first = moved(6, 2, **experts) - moved(4, 0, **experts)
-    # Their norms lie on every stage.
-    assert two_first == pytest.approx(moved(6) - moved(4), rel=1e-3)
-
-
 def test_experts_over_devices_are_priced_with_rows_for_every_choice():
     moe = {"experts": 8, "per_token": 2, "mlp_dim": 64}
     values = {"mesh.ici.stage": 1, "pipeline.engine": "sequential"}
@@ -303,18 +211,6 @@ def test_experts_over_devices_are_priced_with_rows_for_every_choice():
     assert whole.gradients - shared.gradients == 4.0 * of_experts * 3 / 4
     # Four devices' tokens, of which all may choose the two experts of one.
     assert shared.activations > 1.5 * whole.activations
-
-
-def test_logits_are_made_of_weights_without_the_first_dense_layers():
-    values = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-    values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.num_repeats": 1}
-    for tied in (True, False):
-        values["model.tie_embeddings"] = tied
-        with_first, without = (
-            config_of(**values, **{"model.num_layers": layers, "model.first_dense_layers": first})
-            for layers, first in ((6, 2), (4, 0))
-        )
-        assert parameters_of(with_first).projection == parameters_of(without).projection
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])

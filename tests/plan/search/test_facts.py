@@ -54,7 +54,7 @@ def test_scores_are_held_where_the_kernel_of_a_run_holds_them():
             assert layer.scores == holds * HEADS / tensor * length, (topology, values)
 
 
-def test_a_kernel_that_holds_scores_needs_memory_for_them():
+def test_a_kernel_that_holds_scores_needs_memory_for_them_and_computes_masked_ones_too():
     for topology, arrays in (
         ("H100:8", 2),  # in float32 and in bfloat16, each with its gradient
         ("v5e:2x2", 1),  # gradients are made where they are read
@@ -63,35 +63,20 @@ def test_a_kernel_that_holds_scores_needs_memory_for_them():
             Facts(placed_on(topology, **NO_PACKING, **values))
             for values in ({}, {"model.attention": "dot_product"})
         )
-        widths = {
-            name: [getattr(facts.layer(mesh()), name) for facts in (flash, scores)]
-            for name in ("working", "made", "results")
-        }
-        more = {name: after - before for name, (before, after) in widths.items()}
+        plain, held = flash.layer(mesh()), scores.layer(mesh())
         of_token = HEADS * TOKENS
-        assert more == {"working": arrays * 3 * of_token, "made": 3 * of_token, "results": 0}
-
-
-def test_probabilities_are_kept_where_everything_is():
-    """In float32, which is two values of bfloat16."""
-    for scans in (True, False):
+        assert held.working - plain.working == arrays * 3 * of_token
+        assert held.made - plain.made == 3 * of_token
+        assert held.results == plain.results
+        assert held.attention_flops == 2 * plain.attention_flops
+        assert held.weight_flops == plain.weight_flops
+        # Probabilities are kept where everything is: in float32, two values of bfloat16.
         for policy, kept in (("none", 2), ("minimal", 0), ("full", 0)):
-            flash, scores = (
-                Facts(placed_on("v5e:2x2", **values)).saving(
-                    mesh(), "sequential", policy, scans=scans
-                )
-                for values in ({}, {"model.attention": "dot_product"})
-            )
-            assert scores.residuals - flash.residuals == kept * HEADS * TOKENS, (scans, policy)
-
-
-def test_a_kernel_that_holds_scores_computes_masked_ones_too():
-    flash, scores = (
-        Facts(placed_on("v5e:2x2", **values)).layer(mesh())
-        for values in ({}, {"model.attention": "dot_product"})
-    )
-    assert scores.attention_flops == 2 * flash.attention_flops
-    assert scores.weight_flops == flash.weight_flops
+            residuals = [
+                facts.saving(mesh(), "sequential", policy, scans=True).residuals
+                for facts in (flash, scores)
+            ]
+            assert residuals[1] - residuals[0] == kept * of_token, policy
 
 
 def test_meshes_that_a_configured_kernel_does_not_run_on_are_not_legal():

@@ -115,14 +115,6 @@ def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
     assert layout_of("scheduled", 4, 8, 1).chunk == 0
 
 
-def test_meshes_that_split_no_sequence_evenly_are_refused():
-    config = replace(Config(), **(SIZES | {"data.sequence_length": 6}))
-    space = Space(config, 4, 1, {})
-    legality = Legality(config)
-    refused = {grid.size("context") for grid in space.grids() if legality.of_mesh(grid)}
-    assert refused == {2, 4}
-
-
 def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
     moe = {"experts": 4, "per_token": 2, "mlp_dim": 64, "capacity_factor": 1.25}
     config = replace(Config(), **(SIZES | {f"model.moe.{key}": n for key, n in moe.items()}))
@@ -144,3 +136,25 @@ def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for
         space = Space(replace(Config(), **{"model.num_layers": layers}), 4, 1, choices, is_tpu)
         assert space.scans("sequential") == tried, (is_tpu, layers)
         assert space.scans("scheduled") == [True], "it takes no other value"
+
+
+def test_unkept_names_the_fixed_key_that_an_engine_or_a_schedule_cannot_have():
+    config = replace(Config(), **{"model.num_layers": 8, "pipeline.num_repeats": 1})
+    for key, value, engine, schedule, kept in (
+        ("pipeline.schedule", "lockstep_1f1b", "sequential", "circular", False),
+        ("pipeline.schedule", "lockstep_1f1b", "scheduled", "lockstep_1f1b", True),
+        ("pipeline.num_repeats", 4, "sequential", "circular", False),
+        ("pipeline.num_repeats", 1, "sequential", "circular", True),
+        ("pipeline.num_repeats", 4, "mpmd", "1f1b", False),
+        ("pipeline.num_repeats", 4, "circular", "circular", True),
+        ("pipeline.fsdp_gather", "once", "sequential", "circular", False),
+        ("pipeline.scan_layers", False, "circular", "circular", False),
+        ("pipeline.scan_layers", True, "circular", "circular", True),
+    ):
+        fixed, tried = (Space(config, 4, 1, {key: [value]}, fixed=f) for f in ((key,), ()))
+        unkept = f"--fix {key}: not for {schedule if engine != 'sequential' else engine}"
+        assert fixed.unkept(engine, schedule) == ("" if kept else unkept)
+        assert tried.unkept(engine, schedule) == ""
+    choices = {"pipeline.num_repeats": [4]}
+    assert Space(config, 4, 1, choices, fixed=(*choices,)).repeats("1f1b", 2) == [1]
+    assert Space(config, 4, 1, choices).repeats("1f1b", 2) == []

@@ -91,17 +91,6 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
 
 
-def test_weights_that_no_axis_splits_are_not_gathered():
-    values = {"mesh.ici.data": 2, "mesh.ici.context": 2, "pipeline.fsdp_gather": "once"}
-    config, trainer = trainer_of(**TWO_STAGES, **values)
-    assert trainer.engine.training.runner.gathers == {}
-    table = build_table(config)
-    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
-    for stage in range(2):
-        state = StageMemory(plain, table).state_bytes(stage, 2)
-        assert StageMemory(config, table).state_bytes(stage, 2) == state
-
-
 def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
     values = {"mesh.ici.data": 4, "model.dtype": "bfloat16", "pipeline.fsdp_gather": "once"}
     config, trainer = trainer_of(**TWO_STAGES, **values)
@@ -111,27 +100,6 @@ def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
         inputs, _ = trainer.engine.training.runner.gathers[stage]
         each, once = (StageMemory(c, table).state_bytes(stage, layers) for c in (plain, config))
         assert once - each == pytest.approx(sum(2 * v.aval.size for v in inputs), rel=0.02)
-
-
-def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
-    values = {"model.num_layers": 4, "model.tie_embeddings": True, "pipeline.fsdp_gather": "once"}
-    values |= {"pipeline.schedule": "zb_v", "pipeline.remat_policy": "none"}
-    values |= {"pipeline.num_repeats": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
-    config, trainer = trainer_of(**values)
-    table = build_table(config)
-    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
-    for stage, owned in enumerate(trainer.engine.abstract):
-        gathered = sum(
-            4 * v.aval.size
-            for chunk, (inputs, _) in trainer.engine.training.runner.gathers.items()
-            if table.stage_of_chunk[chunk] == stage
-            for v in inputs
-        )
-        # Sums of gradients are whole instead of a fourth.
-        more = gathered + 3 * shard_bytes(owned)
-        once = StageMemory(config, table).state_bytes(stage, 2)
-        state = StageMemory(plain, table).state_bytes(stage, 2)
-        assert once - state == pytest.approx(more, rel=0.02)
 
 
 @pytest.mark.parametrize(
