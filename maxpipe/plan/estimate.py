@@ -20,17 +20,12 @@ _PASSES = 3
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least seconds of a step, each as if the others were free.
+    """Least seconds of a step, each as if the others were free."""
 
-    `compute` includes the masked idle slots of the bubble. `network` is the time of the slower of
-    ICI and DCN, None if a needed bandwidth is unknown. `mfu` is the model FLOPs utilisation of a
-    step that takes as long as the largest of these.
-    """
-
-    compute: float
+    compute: float  # with masked idle slots of the bubble
     hbm: float
-    network: float | None
-    mfu: float
+    network: float | None  # the slower of ICI and DCN; None if a needed bandwidth is unknown
+    mfu: float  # model FLOPs utilisation of a step that takes as long as the largest of these
 
     @property
     def step(self) -> float:

@@ -39,14 +39,11 @@ Spans = Sequence[int]  # chips of a group in each dimension of the torus
 
 
 class AxisLinks(NamedTuple):
-    """Links of a chip that collectives along a mesh axis use, and permutes to a neighbour.
-
-    `sharers` is the number of a chip's devices that are in separate groups, and share these links.
-    """
+    """Links of a chip that a mesh axis uses."""
 
     collectives: int
-    permutes: int
-    sharers: int = 1
+    permutes: int  # to a neighbour
+    sharers: int = 1  # a chip's devices that are in separate groups, and share these links
 
 
 def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dict[str, AxisLinks]:

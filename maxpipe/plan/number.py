@@ -14,15 +14,11 @@ def single(number: Number) -> float:
 
 
 class Seconds(NamedTuple):
-    """A predicted step, whose parts are means of all devices.
+    """A predicted step, whose parts are means of all devices."""
 
-    Products include attention, what runs between them, and the optimizer's update; communication is
-    what computation waits for; the bubble is idle slots and idle stages.
-    """
-
-    products: Number
-    communication: Number
-    bubble: Number
+    products: Number  # with attention, what runs between them, and the optimizer's update
+    communication: Number  # what computation waits for
+    bubble: Number  # idle slots and idle stages
 
     @property
     def step(self) -> Number:

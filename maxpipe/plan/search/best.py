@@ -32,17 +32,14 @@ OWN = "your configuration"
 
 
 class SliceCost(NamedTuple):
-    """What training costs on a number of slices, by closed forms.
-
-    `batch` is the sequences of a step, and `chip_seconds` are for a billion tokens.
-    """
+    """What training costs on a number of slices, by closed forms."""
 
     topology: str
     slices: int
     chips: int
     batch: int
-    seconds: float
-    chip_seconds: float
+    seconds: float  # of a step
+    chip_seconds: float  # for a billion tokens
 
 
 class Remedies(NamedTuple):
@@ -58,27 +55,19 @@ _UNSEARCHED = Remedies()
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of planning.
-
-    Attributes:
-      rows: the best of each mesh, schedule, and value of scan_layers, the chosen one first; empty
-        if nothing fits.
-      misfits: faster rows that do not fit, those that need the least memory; and rows that were
-        compiled and do not fit.
-      own: the user's own configuration, or why it cannot be priced.
-      uncompiled: number of rows that were left when others had been compiled.
-      slices: with --smallest, the costs on slices where something fits, the smallest first.
-    """
+    """The result of planning."""
 
     request: Request
     facts: Facts
     outcome: Outcome
+    # The best of each mesh, schedule and scan_layers, the chosen one first; empty if nothing fits.
     rows: Sequence[Row] = ()
+    # Faster rows that need the least memory of those that do not fit, and compiled ones.
     misfits: Sequence[Row] = ()
-    own: Row | str = ""
+    own: Row | str = ""  # the user's own configuration, or why it cannot be priced
     remedies: Remedies = _UNSEARCHED
-    uncompiled: int = 0
-    slices: Sequence[SliceCost] = ()
+    uncompiled: int = 0  # rows that were left when others had been compiled
+    slices: Sequence[SliceCost] = ()  # with --smallest, where something fits, the smallest first
 
     @property
     def winner(self) -> Row | None:

@@ -30,29 +30,21 @@ _COLUMNS = ("microbatches", "repeats", "chunk", "outside", "policy", "gather", "
 
 @dataclass(frozen=True)
 class Block:
-    """Candidates that share a mesh, an engine, a schedule and a batch.
-
-    Attributes:
-      batch: in sequences.
-      scans: whether all layers run in a loop.
-      policies, gathers: the values that are tried; `policy` and `gather` are places in them.
-      microbatches, repeats, policy, gather, tiles: int [N].
-      chunk, outside: int [N], layers of a chunk, 0 if there are too few, and outside the pipeline.
-    """
+    """Candidates that share a mesh, an engine, a schedule and a batch."""
 
     grid: Grid
     engine: str
     schedule: str
-    batch: int
-    scans: bool
-    policies: tuple[str, ...]
+    batch: int  # in sequences
+    scans: bool  # whether all layers run in a loop
+    policies: tuple[str, ...]  # that are tried
     gathers: tuple[str, ...]
-    microbatches: np.ndarray
+    microbatches: np.ndarray  # int [N], as all that follow
     repeats: np.ndarray
-    chunk: np.ndarray
-    outside: np.ndarray
-    policy: np.ndarray
-    gather: np.ndarray
+    chunk: np.ndarray  # layers of a chunk, 0 if there are too few
+    outside: np.ndarray  # layers outside the pipeline
+    policy: np.ndarray  # places in `policies`
+    gather: np.ndarray  # places in `gathers`
     tiles: np.ndarray
 
     def __len__(self) -> int:

@@ -28,11 +28,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train the model.
-
-    `layout` has the keys and values that say how layers lie on stages; memory, in bytes on a
-    device, and seconds are by the closed forms.
-    """
+    """One way to train the model."""
 
     grid: Grid
     engine: str
@@ -44,9 +40,9 @@ class Candidate:
     gather: str
     tiles: int
     scans: bool
-    layout: dict[str, object]
-    memory: float
-    seconds: Seconds
+    layout: dict[str, object]  # keys and values that say how layers lie on stages
+    memory: float  # bytes on a device by the closed forms
+    seconds: Seconds  # by the closed forms
 
     @property
     def per_sequence(self) -> float:
@@ -116,36 +112,25 @@ def candidate_of(
 
 
 class Proof(NamedTuple):
-    """What the compiler says about a candidate.
+    """What the compiler says about a candidate."""
 
-    Attributes:
-      memory: bytes of a device; None if it gave up without a figure.
-      seconds, parts: predicted step of the compiled program, and its parts; None if unknown.
-      failure: why there is no result; "" if there is one.
-      compiled_in: seconds of compiling.
-    """
-
-    memory: float | None
-    seconds: float | None
+    memory: float | None  # bytes of a device; None if it gave up without a figure
+    seconds: float | None  # predicted step of the compiled program; None if unknown
     fits: bool
-    failure: str
-    compiled_in: float
+    failure: str  # why there is no result; "" if there is one
+    compiled_in: float  # seconds
     parts: Seconds | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in the table.
-
-    `config` is checked; `reason` says why the row is not chosen, and is empty for the winner.
-    `name` is "your configuration", or empty.
-    """
+    """A candidate in the table."""
 
     candidate: Candidate
-    config: Config
-    reason: str = ""
-    name: str = ""
-    proof: Proof | None = None
+    config: Config  # checked
+    reason: str = ""  # why it is not chosen
+    name: str = ""  # "your configuration", or ""
+    proof: Proof | None = None  # None if it was not compiled
 
     @property
     def parts(self) -> Seconds:

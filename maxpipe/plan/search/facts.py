@@ -32,11 +32,8 @@ T = TypeVar("T")
 class Facts:
     """What is known about one model, read when it is first needed.
 
-    Args:
-      config: the model, sequence length, logical axis rules and whatever candidates do not change.
-      platform: JAX's name of the devices' platform, which decides kernels; "" to take kernels as
-        configured. By default that of `compile.topology`.
-      only_trained: whether frozen parameters are left out.
+    `platform` is JAX's name of the devices' platform, which decides kernels: by default that of
+    `compile.topology`; with "" kernels are as configured.
     """
 
     def __init__(self, config: Config, platform: str | None = None, *, only_trained: bool = False):

@@ -26,15 +26,11 @@ _AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
 
 
 class Layout(NamedTuple):
-    """How layers lie on stages x repeats.
+    """How layers lie on stages x repeats."""
 
-    `chunk` is the layers of the largest chunk, 0 if there are too few layers. Where chunks differ,
-    `layers_per_stage=auto` decides.
-    """
-
-    chunk: int
+    chunk: int  # layers of the largest chunk; 0 if there are too few layers
     outside: int = 0
-    is_uneven: bool = False
+    is_uneven: bool = False  # whether chunks differ, so that `layers_per_stage=auto` decides
 
     def updates(self, layers: int) -> dict[str, object]:
         return {

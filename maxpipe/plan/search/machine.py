@@ -33,26 +33,17 @@ _NOMINAL = Chip(
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a topology.
+    """The devices of a topology."""
 
-    Attributes:
-      topology: "v5p:4x4x8", "cpu:8" or "H100:8".
-      grid: chips in each dimension of a slice.
-      devices, slices, hosts: numbers of JAX devices over all slices, of slices, and of processes.
-      peak: FLOP/s of a device in the model's dtype.
-      hbm: bytes/s of a device's memory.
-      capacity: bytes of a device's memory; None if unknown.
-    """
-
-    topology: str
+    topology: str  # "v5p:4x4x8", "cpu:8" or "H100:8"
     chip: Chip = field(hash=False)
-    grid: tuple[int, ...]
-    devices: int
+    grid: tuple[int, ...]  # chips in each dimension of a slice
+    devices: int  # of JAX, over all slices
     slices: int
     hosts: int
-    peak: float
-    hbm: float
-    capacity: float | None
+    peak: float  # FLOP/s of a device in the model's dtype
+    hbm: float  # bytes/s of a device's memory
+    capacity: float | None  # bytes of a device's memory; None if unknown
 
     @property
     def is_timed(self) -> bool:

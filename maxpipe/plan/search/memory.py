@@ -34,18 +34,13 @@ N = TypeVar("N", bound=Number, covariant=True)
 
 @dataclass(frozen=True)
 class Memory(Generic[N]):
-    """Bytes on one device, of one configuration or of many.
-
-    `gradients` are sums, whole where they are scattered once a step. `activations` is everything
-    that grows with tokens, less what gradients replace. `in_use` is copies of weights for
-    computation, and their gradients before these are added to the sums.
-    """
+    """Bytes on one device, of one configuration or of many."""
 
     parameters: N
     optimizer: N
-    gradients: N
-    activations: N
-    in_use: N
+    gradients: N  # sums, whole where they are scattered once a step
+    activations: N  # everything that grows with tokens, less what gradients replace
+    in_use: N  # copies of weights for computation, and gradients before they are added to the sums
 
     @property
     def total(self) -> N:
@@ -148,20 +143,13 @@ def logits_work(sizes: BlockSizes, tokens: Number) -> Number:
 
 
 class Held(NamedTuple):
-    """Bytes of weights and gradients on one device, besides those at rest.
+    """Bytes of weights and gradients on one device, besides those at rest."""
 
-    Attributes:
-      copies: copies of weights, all step long.
-      gradients: sums of gradients, all step long, and gradients that wait to be added.
-      late: the part of `gradients` that layers make one by one while their residuals are freed.
-      unit, head: what either makes of weights, and their gradients, while it computes.
-    """
-
-    copies: Number
-    gradients: Number
-    late: Number
-    unit: Number
-    head: Number
+    copies: Number  # of weights, all step long
+    gradients: Number  # sums, all step long, and gradients that wait to be added
+    late: Number  # the part of these that layers make one by one while their residuals are freed
+    unit: Number  # what a unit makes of weights, and their gradients, while it computes
+    head: Number  # the same for the head
 
 
 def weights_held(sizes: BlockSizes) -> Held:
@@ -189,10 +177,7 @@ def _sequential(sizes: BlockSizes) -> Held:
 
 
 def _cast_layers(sizes: BlockSizes) -> Number:
-    """Return the bytes of all layers of chunks in the dtype of activations.
-
-    XLA casts them before the loop over layers or iterations.
-    """
+    """Return the bytes of layers that XLA casts before the loop over layers or iterations."""
     is_cast = sizes.itemsize < itemsize(sizes.config.model.param_dtype)
     return is_cast * sizes.itemsize * sizes.weights.layers_at_rest
 
@@ -374,11 +359,9 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
 
 
 def _stage_work(sizes: BlockSizes, layers: Number, first: Number, last: Number) -> Number:
-    """Return what the largest unit of a stage works with, with weights that it gathers.
+    """Return what the largest unit of a stage works with; `layers` are those of its largest chunk.
 
-    Args:
-      layers: layers of the largest chunk.
-      first, last: see the module.
+    Weights that it gathers are included.
     """
     recomputed = np.maximum(sizes.layer.made - sizes.saving.residuals, 0.0)
     if (pipeline := sizes.config.pipeline).remat_layers:

@@ -30,30 +30,22 @@ _MANY = 1e6  # more than there are chunks, so that a count divided by it only br
 
 
 class Pattern(NamedTuple):
-    """What a schedule costs besides its units.
+    """What a schedule costs besides its units; a B counts as an I and a W.
 
-    Attributes:
-      idle_forward, idle_backward, idle_weight: slots that lockstep computes masked; a B counts as
-        an I and a W.
-      idle, idle_recomputed: time that a free-running schedule loses, in forwards of a chunk; the
-        second where the backward recomputes the whole forward.
-      transfers: ticks in which one transfer is not hidden by the other kind of unit.
-      residuals, arrivals, stash: slots of a lockstep engine's stores.
-      turns_back: 1 if a free-running schedule has the first and the last chunk on one stage.
-      in_flight: of a free-running schedule, float [5, 3, 6]: the four counts of `_FULLEST`, and
-        inputs and gradients that may wait; by stage (see above), at its fullest moments.
+    `in_flight` is of a free-running schedule, float [5, 3, 6]: the four counts of `_FULLEST`, and
+    inputs and gradients that may wait; by stage (see above), at its fullest moments.
     """
 
-    idle_forward: Number = 0.0
+    idle_forward: Number = 0.0  # slots that lockstep computes masked
     idle_backward: Number = 0.0
     idle_weight: Number = 0.0
-    idle: Number = 0.0
-    idle_recomputed: Number = 0.0
-    transfers: Number = 0.0
-    residuals: Number = 0.0
+    idle: Number = 0.0  # time that a free-running schedule loses, in forwards of a chunk
+    idle_recomputed: Number = 0.0  # the same where the backward recomputes the whole forward
+    transfers: Number = 0.0  # ticks in which one transfer is not hidden by the other kind of unit
+    residuals: Number = 0.0  # slots of a lockstep engine's stores
     arrivals: Number = 0.0
     stash: Number = 0.0
-    turns_back: Number = 0.0
+    turns_back: Number = 0.0  # 1 if free-running, with the first and the last chunk on one stage
     in_flight: Number = 0.0
 
 

@@ -54,22 +54,16 @@ class Priced(NamedTuple):
 class Outcome:
     """The outcome of a search.
 
-    Attributes:
-      fitting: candidates within the memory, the fastest first.
-      misfits: faster candidates that do not fit, the fastest first; of each block those that no
-        other beats in both time and memory.
-      fastest: seconds per sequence of the fastest candidate that fits.
-      least: the candidate that needs the least memory; None if none is legal.
-      tried, fallen: number of candidates, and of those that were dropped for each reason.
-      priced_seconds: how long the search took.
+    Misfits are faster candidates that do not fit; of each block those that no other beats in both
+    time and memory.
     """
 
-    fitting: list[Candidate] = field(default_factory=list)
-    misfits: list[Candidate] = field(default_factory=list)
-    fastest: float = math.inf
-    least: Candidate | None = None
+    fitting: list[Candidate] = field(default_factory=list)  # within the memory, the fastest first
+    misfits: list[Candidate] = field(default_factory=list)  # the fastest first
+    fastest: float = math.inf  # seconds per sequence of the fastest that fits
+    least: Candidate | None = None  # needs the least memory; None if none is legal
     tried: int = 0
-    fallen: Counter[str] = field(default_factory=Counter)
+    fallen: Counter[str] = field(default_factory=Counter)  # dropped for each reason
     priced_seconds: float = 0.0
 
 

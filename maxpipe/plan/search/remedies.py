@@ -22,11 +22,7 @@ Attempt: TypeAlias = tuple[str, Request]  # words of a command line, and what th
 
 
 def attempts_of(request: Request) -> dict[str, list[Attempt]]:
-    """Return kinds of remedies with what to try of each, the least change first.
-
-    Smaller batches are each half the one before. Nothing is offloaded where the user chose
-    policies.
-    """
+    """Return kinds of remedies with what to try of each, the least change first."""
     batch, length = min(request.batches), request.config.data.sequence_length
     halves = [batch // 2**n for n in range(1, batch.bit_length())]
     policies = [name for name, policy in REMAT_POLICIES.items() if policy.host]
@@ -49,11 +45,7 @@ def attempts_of(request: Request) -> dict[str, list[Attempt]]:
 
 
 def more_chips(request: Request) -> Iterator[Attempt]:
-    """Yield the request on more chips of the same kind.
-
-    These are larger slices, and then several of the largest; or more GPUs. Simulated devices have
-    no memory of their own, so there are none.
-    """
+    """Yield the request on larger slices, then on several of the largest; or on more GPUs."""
     machine = request.machine
     kind, _, _ = machine.topology.partition(":")
     if machine.chip.torus is not None:

@@ -42,30 +42,18 @@ _COUNTS = (*MESH_KEYS, "pipeline.num_microbatches", REPEATS, BATCH)
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for.
-
-    Attributes:
-      written: the user's configuration, with what --fix sets of the keys that are not searched.
-      config: what all candidates share.
-      machine: the devices; with `smallest` those of the smallest slice.
-      batches: global batches to try, in sequences.
-      choices: values of searched keys that the user gave.
-      margin: share of a device's memory that closed forms leave free.
-      smallest: slices to try, the smallest first; empty where the user names one.
-      imports: modules with variants of the user's own.
-      fixed: keys of `choices` whose one value every candidate has.
-    """
+    """What a command line asks for."""
 
     path: str
-    written: Config
-    config: Config
-    machine: Machine
-    batches: tuple[int, ...]
-    choices: dict[str, list[object]]
-    margin: float = MARGIN
-    smallest: tuple[str, ...] = ()
-    imports: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
+    written: Config  # the user's, with what --fix sets of the keys that are not searched
+    config: Config  # what all candidates share
+    machine: Machine  # with `smallest` that of the smallest slice
+    batches: tuple[int, ...]  # global ones to try, in sequences
+    choices: dict[str, list[object]]  # values of searched keys that the user gave
+    margin: float = MARGIN  # share of a device's memory that closed forms leave free
+    smallest: tuple[str, ...] = ()  # slices to try, in this order; empty where the user names one
+    imports: tuple[str, ...] = ()  # modules with variants of the user's own
+    fixed: tuple[str, ...] = ()  # keys of `choices` whose one value every candidate has
 
     @property
     def limit(self) -> float | None:
@@ -197,10 +185,7 @@ def _unpriced(key: str, values: Sequence[object]) -> str:
 
 
 def _unread_tensors(choices: Mapping[str, Sequence[object]]) -> dict[str, object]:
-    """Return the keys that say which tensors are saved, with values that save none.
-
-    There are none if a policy that is tried reads them.
-    """
+    """Return the keys that say which tensors are saved, with values that save none, if unread."""
     if any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(POLICY, ())):
         return {}
     prefix = "pipeline.remat_tensors."
@@ -210,11 +195,7 @@ def _unread_tensors(choices: Mapping[str, Sequence[object]]) -> dict[str, object
 def _machine(
     flags: argparse.Namespace, config: Config, sources: Mapping[str, str]
 ) -> tuple[Machine, tuple[str, ...]]:
-    """Return the devices, and with --smallest the slices to try; the devices are the first's.
-
-    Raises:
-      ConfigError: there are no such devices.
-    """
+    """Return the devices, and with --smallest the slices to try; the devices are the first's."""
     topology, slices = flags.topology or config.compile.topology, config.compile.num_slices
     own = "" if flags.topology else "compile.topology"
     if not topology:

@@ -110,22 +110,15 @@ def unpriced(engine: str, hosts: int) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that are tried.
+    """The values that are tried."""
 
-    Attributes:
-      devices, slices, hosts: JAX devices over all slices, slices, and processes that drive them.
-      choices: values of searched keys that the user gave; others are enumerated.
-      is_tpu: whether devices are TPUs; loops there copy what they save, so unrolling may pay.
-      fixed: keys of `choices` whose one value every candidate has.
-    """
-
-    config: Config
-    devices: int
+    config: Config  # what all candidates share
+    devices: int  # of JAX, over all slices
     slices: int
-    choices: Mapping[str, Sequence[object]]
-    is_tpu: bool = False
-    fixed: tuple[str, ...] = ()
-    hosts: int = 1
+    choices: Mapping[str, Sequence[object]]  # values that the user gave; others are enumerated
+    is_tpu: bool = False  # loops there copy what they save, so unrolling may pay
+    fixed: tuple[str, ...] = ()  # keys of `choices` whose one value every candidate has
+    hosts: int = 1  # processes that drive the devices
 
     def grids(self) -> Iterator[Grid]:
         within = [*self._factorings("ici", self.devices // self.slices)]

@@ -87,10 +87,7 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
 
 
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the time of logits, loss and their gradients for one microbatch.
-
-    In a pipeline of one program each stage has a share.
-    """
+    """Return the time of the head of a microbatch, of which stages of one program have shares."""
     engine, size, tiles = sizes.engine, sizes.itemsize, sizes.tiles
     count = sizes.parameters.projection  # the table, where embeddings are tied
     tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
@@ -148,25 +145,16 @@ def _layer(
 
 
 class Waits(NamedTuple):
-    """Seconds of transfers of one layer or one microbatch, as if nothing hid them.
+    """Seconds of transfers of one layer or one microbatch, as if nothing hid them."""
 
-    Attributes:
-      gather, scatter: of a layer's weights, and of its gradients over devices that share them.
-      outer: gathers and sums of embedding and head, once.
-      forward, backward: transfers of activations in a layer, which the next product waits for.
-      gradient: sum of a layer's gradients over copies of its weights, where every unit has one.
-      reduction: sum of the other gradients over copies of the parameters, once a step.
-      permute: transfer of activations to the next stage.
-    """
-
-    gather: Number
-    scatter: Number
-    outer: Number
-    forward: Number
+    gather: Number  # of a layer's weights
+    scatter: Number  # of its gradients, over devices that share its weights
+    outer: Number  # gathers and sums of embedding and head, once
+    forward: Number  # of activations in a layer, which the next product waits for
     backward: Number
-    gradient: Number
-    reduction: Number
-    permute: Number
+    gradient: Number  # sum over copies of a layer's weights, where every unit has one
+    reduction: Number  # sum of the other gradients over copies of the parameters, once a step
+    permute: Number  # of activations to the next stage
 
 
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:

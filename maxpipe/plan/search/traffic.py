@@ -20,24 +20,15 @@ from maxpipe.plan.search.machine import Machine
 
 
 class Traffic(NamedTuple):
-    """Seconds of one layer for one microbatch.
+    """Seconds of one layer for one microbatch."""
 
-    Attributes:
-      residuals: what F writes to a store; the backward's copy takes as long twice.
-      stash: what a weight gradient needs, written by I; W's copy takes as long twice.
-      forward, backward: weights that a unit casts, copies and gathers for itself.
-      keys: keys and values of whole sequences, which their owners send in another order.
-      rows: rows of experts and their results, moved once.
-      gradients: sums of weight gradients.
-    """
-
-    residuals: Number
-    stash: Number
-    forward: Number
-    backward: Number
-    keys: Number
-    rows: Number
-    gradients: Number
+    residuals: Number  # F writes them to a store; the backward's copy takes as long twice
+    stash: Number  # what a weight gradient needs, written by I; W's copy takes as long twice
+    forward: Number  # weights that F casts, copies and gathers for itself
+    backward: Number  # the same for the backward
+    keys: Number  # keys and values of whole sequences, which owners send in another order
+    rows: Number  # rows of experts and their results, moved once
+    gradients: Number  # sums of weight gradients
 
 
 def layer_traffic(

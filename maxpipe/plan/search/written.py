@@ -94,10 +94,9 @@ def _located(config: Config) -> Config:
 def _absolute(path: str) -> str:
     """Return a path, or several separated by commas, as absolute paths where they exist."""
     scheme, paths = split_scheme(path)
-    parts = (part.strip() for part in paths.split(","))
-    located = (os.path.abspath(part) if part and _is_local(part) else part for part in parts)
+    parts = [part.strip() for part in paths.split(",")]
+    local = [
+        part and "://" not in part and (exists(part) or glob.has_magic(part)) for part in parts
+    ]
+    located = (os.path.abspath(p) if here else p for p, here in zip(parts, local, strict=True))
     return scheme + ",".join(located)
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path and (exists(path) or glob.has_magic(path))
