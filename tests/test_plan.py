@@ -14,7 +14,6 @@ from helpers.hf_models import recorded
 
 from maxpipe.config import load, resolve
 from maxpipe.config.cli import CONFIG_ERROR
-from maxpipe.config.options import get
 from maxpipe.devices.chips import GIB
 from maxpipe.plan import __main__ as plan
 from maxpipe.render import plan_text
@@ -100,13 +99,8 @@ def test_table_file_and_page_show_the_same_plan(written, report):
 
 def test_the_command_has_no_secrets_in_the_page_and_the_file(tmp_path, capsys):
     page, file = tmp_path / "best.html", tmp_path / "best.yml"
-    words = [
-        "telemetry.mlflow=https://me:hunter2@host/x",
-        "--html",
-        str(page),
-        "--write",
-        str(file),
-    ]
+    words = ["telemetry.mlflow=https://me:hunter2@host/x"]
+    words += ["--html", str(page), "--write", str(file)]
     assert plan.main([*SMALL, *words]) == 0
     shown = "telemetry.mlflow=https://***@host/x"
     assert shown in page.read_text()
@@ -139,13 +133,8 @@ def test_own_configuration_of_stages_is_a_row_or_says_why_not(capsys, tmp_path, 
 
 
 def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(capsys, tmp_path):
-    fixed = [
-        "--no-compile",
-        "--fix",
-        "pipeline.schedule=lockstep_1f1b",
-        "--fix",
-        "mesh.ici.context=1",
-    ]
+    fixed = ["--fix", "pipeline.schedule=lockstep_1f1b", "--fix", "mesh.ici.context=1"]
+    fixed += ["--no-compile"]
     best, page = tmp_path / "best.yml", tmp_path / "page.html"
     files = ["--write", str(best), "--html", str(page), "--compare"]
     assert plan.main(["llama3-405b", "--topology", "v5p:2x2x1", *fixed, *files]) == 3
@@ -239,11 +228,9 @@ def test_what_is_searched_follows_the_words(request_of):
     assert request_of("--max-global-batch", "128").batches == (16, 32, 64, 128)
     fixed = ("--fix", "data.sequence_length=256", "--tokens-per-step", "4Ki")
     assert request_of(*fixed).batches == (16,)
-    keys = {"optimizer.name": "muon", "data.sequence_length": 64}
-    words = ("optimizer={name: muon}", "optimizer.name =muon", "data={sequence_length: 64}")
-    for word, key in zip(words, ("optimizer.name", *keys), strict=True):
+    for word in ("data={sequence_length: 64}", "data.sequence_length =64"):
         request = request_of("--fix", word)
-        assert get(request.config, key) == get(request.written, key) == keys[key]
+        assert request.config.data.sequence_length == request.written.data.sequence_length == 64
     plain = request_of()
     for flag in ("--fix", "--try"):
         assert request_of(flag, "pipeline.fsdp_gather=auto") == plain
@@ -255,6 +242,8 @@ MISTAKES = {
     "base --topology v5q:2x2": "there is no chip 'v5q'",
     "base --topology v5p:4x4x5": "cubes of 4x4x4",
     "base --topology H100:64": "give 1 to 8 GPUs of one host",
+    "base --topology L4:8": "there is no chip 'L4:8'",
+    "base --topology cpu:2000": "give 1 to 1024 simulated devices",
     "base --topology cpu:eight": "give 1 to 1024 simulated devices, such as cpu:8",
     "base --topology cpu mesh.simulated_devices=8": None,
     "base --topology v5e": "is neither cpu nor a chip and its grid",
@@ -347,20 +336,18 @@ def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warnin
 
 
 def test_layers_outside_the_pipeline_tiles_and_another_batch_are_said(capsys):
-    words = ["base", "--topology", "cpu:4", "--no-compile", "model.num_layers=9"]
     fixed = ["mesh.ici.stage=4", "pipeline.schedule=lockstep_1f1b", "model.logit_tiles=4"]
-    fixed += ["pipeline.num_repeats=2"]
-    flags = [word for key in fixed for word in ("--fix", key)]
-    batch = load("base").config.data.global_batch_size
-    length = load("base").config.data.sequence_length
-    assert plan.main([*words, *flags, "--tokens-per-step", str(2 * batch * length)]) == 0
+    flags = [w for key in (*fixed, "pipeline.num_repeats=2") for w in ("--fix", key)]
+    own = load("base").config.data
+    tokens = str(2 * own.global_batch_size * own.sequence_length)
+    assert plan.main([*FROM, "model.num_layers=9", *flags, "--tokens-per-step", tokens]) == 0
     printed = capsys.readouterr().out
     header, row = (
         re.split(" {2,}", line) for line in printed.splitlines() if re.match("mesh|stage=4", line)
     )
     cells = dict(zip(header, row, strict=False))
     assert (cells["V"], cells["tiles"]) == ("2 +1", "4")
-    assert f"{2 * batch} sequences a step are 2 times the file's {batch}, so with " in printed
+    assert f"are 2 times the file's {own.global_batch_size}, so with " in printed
 
 
 class TestTpu:

@@ -37,15 +37,6 @@ def free():
     return planned(requested("v5p:2x2x2", batch=64))
 
 
-@pytest.fixture(scope="module")
-def tight(free):
-    """Return a request for smaller devices, where most of that does not fit, and its plan."""
-    sizes = sorted(candidate.memory for candidate in free.outcome.fitting)
-    least = sizes[len(sizes) // 8]
-    request = requested("v5p:2x2x2", batch=64, capacity=least, margin=0.0)
-    return request, planned(request)
-
-
 @pytest.fixture
 def refused(monkeypatch):
     """Refuse configurations by a test of them; a list of those that were checked."""
@@ -65,13 +56,9 @@ def refused(monkeypatch):
 
 
 def test_every_mesh_that_fits_is_a_row_however_near_the_candidates_of_the_best_ones_are(free):
-    plan = free
-    sorts = {candidate.sort for candidate in plan.outcome.fitting}
-    assert len(plan.rows) == min(len(sorts), module.ROWS) > 50
-    assert len({row.candidate.sort for row in plan.rows}) == len(plan.rows)
-    assert len(plan.outcome.fitting[: module.ROWS]) > len(
-        {candidate.sort for candidate in plan.outcome.fitting[: module.ROWS]}
-    )
+    sorts = {candidate.sort for candidate in free.outcome.fitting}
+    assert len(free.rows) == min(len(sorts), module.ROWS) > 50
+    assert len({row.candidate.sort for row in free.rows}) == len(free.rows)
 
 
 def test_layers_in_a_loop_are_a_row_of_their_own_and_shown_with_those_compiled_one_by_one():
@@ -103,9 +90,11 @@ def test_candidates_that_fit_and_all_fail_the_checks_are_an_error_and_not_too_la
         planned(requested())
 
 
-def test_misfits_are_the_faster_ones_that_need_least_memory(free, tight):
-    request, plan = tight
-    limit, best = request.limit, plan.rows[0]
+def test_misfits_are_the_faster_ones_that_need_least_memory(free):
+    sizes = sorted(candidate.memory for candidate in free.outcome.fitting)
+    limit = sizes[len(sizes) // 8]  # most does not fit
+    plan = planned(requested("v5p:2x2x2", batch=64, capacity=limit, margin=0.0))
+    best = plan.rows[0]
     faster = [
         candidate
         for candidate in free.outcome.fitting

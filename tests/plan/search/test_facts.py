@@ -89,3 +89,10 @@ def test_meshes_that_a_configured_kernel_does_not_run_on_are_not_legal():
     ):
         config = placed_on(topology, **NO_PACKING, **{"model.attention": kernel})
         assert Legality(config).of_mesh(Grid(mesh(**axes), mesh())) == words, (topology, kernel)
+
+
+def test_machine_of_gpus_and_simulated_devices_is_one_host():
+    simulated = replace(Config(), **{"mesh.simulated_devices": 6})
+    for topology, devices in (("h100:8", 8), ("cpu:4", 4), ("cpu", 6)):
+        machine = machine_of(topology, 1, simulated)
+        assert (machine.devices, machine.slices, machine.hosts) == (devices, 1, 1)

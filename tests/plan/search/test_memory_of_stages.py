@@ -16,13 +16,11 @@ from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.plan.flops import parameter_count
 from maxpipe.plan.footprint import microbatch_tokens, on_platform
 from maxpipe.plan.layer_costs import saving_of
-from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.search.patterns import units_in_flight
-from maxpipe.plan.search.pricing import Outcome, price
+from maxpipe.plan.search.pricing import Outcome, priced_blocks
 from maxpipe.plan.search.space import Space
 from maxpipe.plan.simulate import simulate
 
@@ -34,13 +32,11 @@ def test_as_many_units_are_in_flight_as_the_simulator_says():
         for name in FREE_RUNNING:
             table = load_schedule(name, S, M, SCHEDULES[name].repeats_for(V))
             counts = units_in_flight(table)
-            assert [stage.sum(axis=1).max() for stage in counts] == simulate(
-                table
-            ).peak_in_flight.tolist()
+            peaks = simulate(table).peak_in_flight.tolist()
+            assert [stage.sum(axis=1).max() for stage in counts] == peaks
             assert all(stage.min() >= 0 for stage in counts), (S, M)
-            assert any(stage[:, table.num_repeats :].any() for stage in counts) == (
-                "W" in table.kinds
-            )
+            late = any(stage[:, table.num_repeats :].any() for stage in counts)
+            assert late == ("W" in table.kinds)
 
 
 TWO_STAGES = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2}
@@ -76,13 +72,10 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather
     config, trainer = trainer_of(**values, **TWO_STAGES, **{"mesh.ici.fsdp": 2})
     memory = StageMemory(config, build_table(config))
     for stage, owned in enumerate(trainer.engine.abstract):
-        state = (
-            shard_bytes(owned) * 4
-        )  # parameters, their gradients and two moments, all of them float32
-        if tied and stage == 1:
-            state += 2 * shard_bytes(
-                trainer.engine.abstract[0]["embed"]
-            )  # a copy, and its gradient
+        # Parameters, their gradients and two moments, all of them float32.
+        state = shard_bytes(owned) * 4
+        if tied and stage == 1:  # a copy, and its gradient
+            state += 2 * shard_bytes(trainer.engine.abstract[0]["embed"])
         if gather == "once":
             # The gathered weights, and whole sums of gradients instead of halves.
             copied = shard_bytes(trainer.engine.abstract[0]["embed"]) if stage == 1 else 0
@@ -157,15 +150,9 @@ def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight(
 def test_stages_update_every_parameter_once():
     """Tied embeddings are a copy on the stage of the head, which its optimizer leaves out."""
     for tied in (True, False):
-        config = config_of(
-            **{
-                "model.num_layers": 4,
-                "model.tie_embeddings": tied,
-                "pipeline.schedule": "1f1b",
-                "mesh.ici.stage": 4,
-                "mesh.ici.data": 2,
-            }
-        )
+        values = {"model.num_layers": 4, "model.tie_embeddings": tied, "mesh.ici.stage": 4}
+        values |= {"pipeline.schedule": "1f1b", "mesh.ici.data": 2}
+        config = config_of(**values)
         memory = StageMemory(config, build_table(config))
         updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
         assert updated == parameter_count(config.model), tied
@@ -189,21 +176,13 @@ FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
 
 def drawn(config, facts):
     """Yield candidates of the mpmd engine on eight devices whose chunks are equal, at random."""
-    space, legality, draw = Space(config, 8, 1, {}), Legality(config), np.random.default_rng(7)
-    machine = machine_of("v5p:2x2x2", 1, config)
-    for grid in space.grids():
-        if legality.of_mesh(grid):
-            continue
-        for engine, schedule in space.pipelines(grid.size("stage")):
-            if engine != "mpmd":
-                continue
-            block = block_of(space, grid, engine, schedule, 32)
-            priced = price(block, legality, facts, machine, Outcome().fallen)
-            if priced is None:
-                continue
-            (candidate,) = priced.candidates([draw.integers(len(priced.block))], facts)
-            if config.model.stacked_layers % (grid.size("stage") * candidate.repeats) == 0:
-                yield candidate
+    machine, draw = machine_of("v5p:2x2x2", 1, config), np.random.default_rng(7)
+    space = Space(config, 8, 1, {"pipeline.engine": ["mpmd"]})
+    for priced in priced_blocks(space, machine, facts, [32], Outcome()):
+        (candidate,) = priced.candidates([draw.integers(len(priced.block))], facts)
+        chunks = candidate.grid.size("stage") * candidate.repeats
+        if config.model.stacked_layers % chunks == 0:
+            yield candidate
 
 
 def by_table(candidate, config):
