@@ -53,21 +53,11 @@ def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(
     """Weights take most of it; in a loop the compiler does not gather layers ahead."""
     sizes = {"embed_dim": 256, "num_query_heads": 4, "num_kv_heads": 4, "mlp_dim": 1024}
     values = {f"model.{key}": size for key, size in (sizes | {"vocab_size": 512}).items()}
-    config = config_of(
-        **values,
-        **{
-            "model.num_layers": 5,
-            "pipeline.parallel_layers": 4,
-            "pipeline.schedule": "lockstep_1f1b",
-            "pipeline.num_repeats": 1,
-            "pipeline.num_microbatches": 4,
-            "pipeline.fsdp_gather": "once",
-            "pipeline.remat_policy": "full",
-            "pipeline.scan_layers_per_stage": True,
-            "data.sequence_length": 16,
-            "data.global_batch_size": 8,
-        },
-    )
+    values |= {"model.num_layers": 5, "pipeline.parallel_layers": 4, "pipeline.num_repeats": 1}
+    values |= {"pipeline.schedule": "lockstep_1f1b", "pipeline.num_microbatches": 4}
+    values |= {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "full"}
+    values |= {"pipeline.scan_layers_per_stage": True, "data.sequence_length": 16}
+    config = config_of(**values, **{"data.global_batch_size": 8})
     mesh = build_mesh(config, jax.devices())
     step = compile_step(config, mesh, build_trainer(config, mesh), ignore_note)
     assert estimate(config, None).total == pytest.approx(
@@ -101,10 +91,8 @@ def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_re
         config = config_of(**values, **sequential)
         choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
         named = layer_of(config).saved_width(NAMED)
-        assert saving_of(config).residuals == pytest.approx(named - unread, abs=choice), (
-            model,
-            unread,
-        )
+        kept = saving_of(config).residuals
+        assert kept == pytest.approx(named - unread, abs=choice), model
         circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
         staged = config_of(**values, **circular, **by_layer)
         # With the layer's input, which is not counted by itself there.
@@ -116,21 +104,13 @@ def test_none_saves_little_but_results_of_products():
 
     Without a TPU's rotations there are sums of halves.
     """
-    for has_norm, tpu_memory, more in (
-        (False, None, 0.15),
-        (True, None, 0.2),
-        (False, 95e9, 0.01),
-    ):
+    for has_norm, tpu, more in ((False, None, 0.15), (True, None, 0.2), (False, 95e9, 0.01)):
         values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
         # Heads of 128 channels go to the TPU's kernel, which holds no scores.
         values |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}
-        none, minimal = (
-            estimate(
-                config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory
-            ).activations
-            for policy in ("none", "minimal")
-        )
-        assert minimal <= none <= (1 + more) * minimal, (has_norm, tpu_memory)
+        policies = ({"pipeline.remat_policy": name} for name in ("none", "minimal"))
+        none, minimal = (estimate(config_of(**values, **p), tpu).activations for p in policies)
+        assert minimal <= none <= (1 + more) * minimal, (has_norm, tpu)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ WIDE = {"model.embed_dim": 8192}
 LOOP = {"pipeline.scan_layers_per_stage": True}
 DELAYED = {"pipeline.delay_activation_forwarding": True}
 V5P, V6E, SLICES = ("v5p:2x2x2", 1), ("v6e:2x4", 1), ("v5p:2x2x1", 2)
+DCN_STAGES = {"fsdp": 4, "dcn.stage": 2}
 FSDP, MIXED = {"stage": 2, "fsdp": 4}, {"stage": 2, "fsdp": 2, "data": 2}
 # Engine, schedule, keys, mesh, machine.
 CASES = {
@@ -61,14 +62,8 @@ CASES = {
     "lockstep cores": ("scheduled", "lockstep_1f1b", {}, MIXED, ("tpu7x:2x2x1", 1)),
     "lockstep delayed": ("scheduled", "lockstep_1f1b", DELAYED | MIXTURE, MIXED, V5P),
     "lockstep zb": ("scheduled", "lockstep_zb", MIXTURE, {"stage": 2, "expert": 4}, V5P),
-    "lockstep slices": ("scheduled", "lockstep_1f1b", WIDE, {"fsdp": 4, "dcn.stage": 2}, SLICES),
-    "lockstep delayed slices": (
-        "scheduled",
-        "lockstep_1f1b",
-        WIDE | DELAYED,
-        {"fsdp": 4, "dcn.stage": 2},
-        SLICES,
-    ),
+    "lockstep slices": ("scheduled", "lockstep_1f1b", WIDE, DCN_STAGES, SLICES),
+    "delayed slices": ("scheduled", "lockstep_1f1b", WIDE | DELAYED, DCN_STAGES, SLICES),
     "single layers": ("scheduled", "lockstep_1f1b", SINGLE, {"stage": 2, "data": 4}, V5P),
     "single layers split": ("scheduled", "lockstep_1f1b", SINGLE, FSDP, V5P),
     "circular loop": ("circular", "circular", SINGLE | LOOP, {"stage": 2, "tensor": 4}, V5P),
