@@ -63,12 +63,8 @@ def test_explain_topology_says_what_a_name_was_understood_as():
     assert {name: explain_topology(name) for name in lines} == lines
 
 
-def test_slices_of_a_kind_begin_with_one_chip_where_the_cloud_has_it():
+def test_slices_of_a_kind_and_names_of_kinds():
     assert slices_of("v6e")[:2] == ["v6e:1x1", "v6e:2x2"]
-    assert slices_of("v5litepod")[0] == "v5e:1x1"
     assert slices_of("v5p")[0] == "v5p:2x2x1"
-
-
-def test_names_kind_is_true_of_kinds_of_tpus_and_of_grids():
     names = ["v5e", "V5P-128", "ironwood:2x2x1", "v3:2x2", "H100:8", "v9-8", ""]
     assert [name for name in names if names_kind(name)] == names[:4]
