@@ -37,7 +37,7 @@ def test_train_stop_after_exits_with_0_and_with_1_once_all_checkpoints_are_damag
             file.write_bytes(b"")
     assert main(tmp_path) == 1
     ended = capsys.readouterr()
-    assert "error: none of the checkpoints in" in ended.err
+    assert "none of its steps can be loaded" in ended.err
     assert "to start from scratch delete it or choose another run_name" in ended.err
     assert "Traceback" not in ended.err
 
