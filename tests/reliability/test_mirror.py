@@ -107,4 +107,4 @@ class TestExitCode2:
             error = refused(f"checkpoint.mirror={url}")
             assert "is not a place such as s3://bucket/runs" in error
         error = refused(directory="s3://runs")
-        assert "checkpoint.mirror keeps a copy of every checkpoint" in error
+        assert "output_dir (command line): 's3://runs' is not a directory" in error
