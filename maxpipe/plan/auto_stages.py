@@ -138,8 +138,7 @@ def plan_stages(config: Config, limit: float) -> PredictedStages:
 def _distribute(config: Config, limit: float, *, by_memory: bool = False) -> list[int] | None:
     """Distribute all layers over chunks so that the slowest, or fullest, stage has the least.
 
-    Return the chunk sizes, or None if nothing fits. The chunks of a stage are as equal as memory
-    allows.
+    Return the chunk sizes, as equal within a stage as memory allows, or None if nothing fits.
     """
     table, times = run_table(config), layer_times(config)
     weight = cache(StageMemory(config, table).bytes)
@@ -194,12 +193,10 @@ def balance_layers(
 
     @cache
     def cost_of(stage: int, left: int, layers: int) -> float:
-        """Return the cost of a stage that holds the first of the `left` layers."""
         return cost(stage, total - left, layers)
 
     @cache
     def worst(stage: int, left: int) -> float:
-        """Return the cost of the most costly stage from `stage` on, if these hold `left` layers."""
         if stage == num_stages - 1:
             return cost_of(stage, left, left)
         return min(

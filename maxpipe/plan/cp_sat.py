@@ -26,8 +26,6 @@ Ticks = dict[str, np.ndarray]
 
 
 class _Model(cp_model.CpModel):
-    """A model whose variables are times from 0 to a horizon."""
-
     def __init__(self, horizon: int) -> None:
         super().__init__()
         self._horizon = horizon
@@ -158,7 +156,6 @@ class OrderModel:
             model.cap(lives, most)
 
     def hint(self, orders: Orders, start: Sequence[float]) -> None:
-        """Propose orders whose units start at these times."""
         pairs = self.workload.num_pairs
         for pair, backward in enumerate(self.backward):
             is_whole = pair in orders.whole

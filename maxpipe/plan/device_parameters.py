@@ -170,12 +170,11 @@ def total_parameters(
 
 
 def with_dense_layers(config: Config) -> Config:
-    """Return the configuration of a model whose layers are all like the first dense ones."""
     return replace(config, model=config.model.dense)
 
 
 def axis_rules(config: Config) -> AxisRules:
-    """Return the logical axis rules, bound to an abstract mesh of the configured sizes."""
+    """Return the logical axis rules, bound to an abstract mesh."""
     return bound_rules(rules_of(config), mesh_sizes(config))
 
 
@@ -193,6 +192,5 @@ def bound_rules(rules: Rules, sizes: Sizes) -> AxisRules:
 
 
 def num_shards(spec: PartitionSpec, sizes: Sizes) -> int:
-    """Return the number of devices over which an array with this spec is split."""
     size_of = dict(sizes)
     return math.prod(size_of[axis] for axis in axes_of(spec))

@@ -171,7 +171,6 @@ def _everything(config: Config, layer: Layer) -> float:
 
 
 def _scores(config: Config) -> float:
-    """Return how many scores a device holds for each of its tokens; 0 if its kernel holds none."""
     if config.model.attention != EVERYWHERE:
         return 0.0
     return config.model.num_query_heads / config.mesh.size("tensor") * config.data.sequence_length

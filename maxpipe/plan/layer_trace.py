@@ -1,11 +1,10 @@
 """Trace a model abstractly: one layer, its residuals and the logits, on shapes of one sequence.
 
-Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
-runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
-matrix of probabilities; `footprint` adds the matrix where a kernel holds it. A product of rows with
-the weights of their experts is one equation, too, without rows that pad blocks; where devices share
-experts, there are rows for every choice of all their tokens, and the products skip empty ones.
-Where windows differ by layer, the traced layer has their average.
+Attention is traced as one equation, whatever kernel runs: FLOPs and memory are those of a kernel
+that skips what is masked and never holds the matrix of probabilities, which `layer_costs` adds. A
+product of rows with the weights of their experts is one equation, too, without rows that pad
+blocks; where devices share experts, there are rows for every choice of all their tokens, and the
+products skip empty ones. Where windows differ by layer, the traced layer has their average.
 """
 
 from collections.abc import Callable

@@ -96,7 +96,6 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Return the share of all stages' time that is idle, from 0 to 1."""
         return self.bubble / self.makespan if self.makespan > 0 else 0.0
 
     @property
@@ -169,7 +168,6 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
 
 
 def _transfers(table: Table) -> np.ndarray:
-    """Count the activations and gradients that each stage sends to another one, int [S]."""
     stage = table.stage_of_chunk
     moves = stage[1:] != stage[:-1]
     count = np.bincount(stage[:-1][moves], minlength=table.num_stages)
@@ -220,7 +218,6 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
 
 
 def _at(ticks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Look up `values` [N] at the ticks [M, G]; NaN where there is no unit."""
     return np.where(ticks >= 0, values[ticks], np.nan)
 
 

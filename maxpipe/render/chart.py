@@ -44,8 +44,6 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Rgb(NamedTuple):
-    """Red, green and blue, 0 to 255."""
-
     red: int
     green: int
     blue: int
@@ -153,7 +151,6 @@ def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool =
 
 
 def _heading(run: Simulation) -> list[str]:
-    """Draw the name and the figures, and the legend next to them."""
     table = run.table
     facts = (
         f"bubble {run.bubble_fraction:.1%} · makespan {run.makespan:g} · peak in flight "
@@ -177,7 +174,6 @@ def _heading(run: Simulation) -> list[str]:
 
 
 def _rows(run: Simulation, frame: Frame) -> list[str]:
-    """Draw stage labels, the background of idle time, and the axis of time."""
     below, length = frame.rows_end + 14, frame.scale * run.makespan
     parts = [_text(LEFT - 10, below, "time", "end muted")]
     for stage in range(run.table.num_stages):
@@ -225,7 +221,6 @@ def _units(run: Simulation, frame: Frame, titles: bool) -> list[str]:
 
 
 def _box(shape: str, title: str, unit: str, at: str) -> str:
-    """Return a rectangle with a title, or with data for a page's script."""
     if title:
         return f"<rect {shape}><title>{title}</title></rect>"
     return f'<rect data-unit="{unit}" data-at="{at}" {shape}/>'
@@ -298,7 +293,6 @@ def _number_width(microbatch: int) -> int:
 
 
 def round_values(limit: float, count: float) -> list[float]:
-    """Return about `count` round values from 0 to a limit."""
     rough = limit / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -315,5 +309,4 @@ def _at(x: float, y: float, width: float, height: float) -> str:
 
 
 def _n(value: float) -> str:
-    """Format pixels with as few digits as a picture needs."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

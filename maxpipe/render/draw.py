@@ -91,7 +91,6 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
 
 
 def _search(task: Task, seconds: float) -> Solution:
-    """Solve a task; print each better makespan to stderr."""
     begin, best = time.monotonic(), math.inf
 
     def show(makespan: float) -> None:

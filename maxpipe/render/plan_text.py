@@ -57,7 +57,6 @@ def _narrow_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def table_cells(plan: Plan) -> list[list[str]]:
-    """Return the header of the table and its rows, the chosen one first."""
     header = list(HEADER)
     if not plan.request.machine.is_timed:
         header[HEADER.index("seconds")] = "x fastest"
@@ -196,7 +195,6 @@ def _parts_json(seconds: Seconds | None) -> dict[str, float] | None:
 
 
 def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
-    """Return a table of slices, with what each costs."""
     cells = [["slice", "chips", "batch", "s a step", "chip-seconds for 10^9 tokens"]]
     for cost in costs:
         name = f"{cost.slices} x {cost.topology}" if cost.slices > 1 else cost.topology

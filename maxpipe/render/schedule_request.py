@@ -69,8 +69,6 @@ class Keys:
 
 @dataclass(frozen=True)
 class ScheduleKeys(Keys):
-    """Keys of schedules that are named."""
-
     delay_activation_forwarding: bool = option(False, "transfers take a tick of their own")
     overlap_slots: bool = option(False, "a tick of slack between the last stage's F and its B")
     collectives: float = option(
@@ -83,8 +81,6 @@ class ScheduleKeys(Keys):
 
 @dataclass(frozen=True)
 class SolveKeys(Keys):
-    """Keys of `solve`."""
-
     memory: float = option(
         math.inf,
         "most microbatches in flight on a stage; a chunk counts 1/repeats",
@@ -167,7 +163,6 @@ def _keys_of(
 
 
 def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:
-    """Return sizes and times in words."""
     table, times = runs[0].table, keys.times()
     words = [f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
     words += ["delay activation forwarding"] * keys.delay_activation_forwarding
@@ -237,7 +232,6 @@ def _value(key: Option, raw: Raw) -> object:
 
 
 def keys_help(section: type[Keys], besides: type[Keys] | None = None) -> str:
-    """Return a line of help for each key that is not one of `besides`."""
     known = [field.name for field in fields(besides)] if besides else []
     lines = []
     for key in _options(section):

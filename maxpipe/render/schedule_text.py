@@ -150,7 +150,6 @@ def _engines(table: Table) -> Sequence[str]:
 
 
 def comparison_text(runs: Sequence[Simulation]) -> str:
-    """Return the rows as aligned text, with numbers aligned right."""
     lines = columns([HEADER, *comparison_rows(runs)], left=(0, len(HEADER) - 1))
     return "\n".join([*lines, "", *FOOTNOTES]) + "\n"
 
@@ -178,5 +177,4 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
 
 
 def figures_html(runs: Sequence[Simulation]) -> str:
-    """Return a table with a row for every run, the shortest first."""
     return html_table(HEADER, ([*map(escape, row)] for row in comparison_rows(runs)))
