@@ -9,6 +9,7 @@ from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.engines import idle_notes
+from maxpipe.config.rules.layout import data_shards, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.config.values import AUTO, nearest
@@ -83,6 +84,9 @@ def _outside(c: Config) -> Iterator[str]:
     how = "the stages as data parallelism"
     if not engine.one_program:
         how = f"the {'first' if place == 'before' else 'last'} chunk, on its stage alone"
+    rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
+    if engine.lockstep and rows % num_stages(c):
+        how += f"; {num_stages(c)} stages do not divide {rows} rows, so some compute padding"
     yield (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
         f"{outside} of {c.model.stacked_layers} layers run {place} the pipeline, with {how}"

@@ -107,3 +107,7 @@ def test_notes_name_layers_outside_the_pipeline(noted):
         line = f"4 of 8 layers run after the pipeline, with {how}"
         assert line in str(noted(schedule, "pipeline.parallel_layers=4"))
         assert "run after the pipeline" not in str(noted(schedule))
+    for rows, idles in ((3, True), (4, False)):
+        words = ["pipeline.parallel_layers=4", "pipeline.num_microbatches=2", "mesh.ici.data=2"]
+        words += ["mesh.ici.fsdp=1", f"data.global_batch_size={4 * rows}"]
+        assert (f"2 stages do not divide {rows} rows" in str(noted(LOCKSTEP, *words))) == idles
