@@ -21,7 +21,6 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Workload
 
 MAX_SCALE = 10_000
-Report = Callable[[float], None]  # called with the makespan of what was found
 Ticks = dict[str, np.ndarray]
 
 
@@ -39,22 +38,13 @@ class _Model(cp_model.CpModel):
             intervals = [self.new_interval_var(s, self.time(), end, "") for s, end in lives]
             self.add_cumulative(intervals, [1] * len(intervals), most)
 
-    def solve(self, seconds: float, report: Report) -> tuple[cp_model.CpSolver | None, float]:
+    def solve(self, seconds: float) -> tuple[cp_model.CpSolver | None, float]:
         """Return the solver with the best solution, or None, and a bound."""
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
-        status = solver.solve(self, _Callback(report))
+        status = solver.solve(self)
         is_solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
         return (solver if is_solved else None), solver.best_objective_bound
-
-
-class _Callback(cp_model.CpSolverSolutionCallback):
-    def __init__(self, report: Report) -> None:
-        super().__init__()
-        self._report = report
-
-    def on_solution_callback(self) -> None:
-        self._report(self.objective_value)
 
 
 class _Backward(NamedTuple):
@@ -181,15 +171,13 @@ class OrderModel:
         return Orders(tuple(tuple(u for *_, u in sorted(r)) for r in rows), frozenset(whole))
 
 
-def solve_exactly(
-    workload: Workload, orders: Orders, seconds: float, report: Report
-) -> tuple[Orders, float]:
+def solve_exactly(workload: Workload, orders: Orders, seconds: float) -> tuple[Orders, float]:
     """Return the best orders found within a time limit, and a bound that no order can beat."""
     timing = workload.time(orders)
     assert timing is not None
     model = OrderModel(workload, timing.makespan)
     model.hint(orders, timing.start)
-    solver, bound = model.model.solve(seconds, lambda length: report(length / model.scale))
+    solver, bound = model.model.solve(seconds)
     makespan = timing.makespan
     if solver is not None:
         solved = model.orders(solver.value)
@@ -214,7 +202,6 @@ def solve_ticks(
     least: Mapping[str, int],
     max_in_flight: int,
     seconds: float,
-    report: Report,
 ) -> tuple[Ticks | None, float]:
     """Return the ticks of the best lockstep table found, and a bound that no table can beat.
 
@@ -260,7 +247,7 @@ def solve_ticks(
         add(stops[end] <= stops[back]).only_enforce_if(~trailing)
     terms.append(int(communication * scale + 1e-6) * (stops[back] + trailing))
     model.minimize(cp_model.LinearExpr.sum(terms))
-    solver, bound = model.solve(seconds, lambda length: report(length / scale))
+    solver, bound = model.solve(seconds)
     if solver is None:
         return None, bound / scale
     shape = seed.num_microbatches, seed.num_chunks

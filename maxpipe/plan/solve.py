@@ -167,9 +167,7 @@ def _solve_lockstep(
             from maxpipe.plan.cp_sat import solve_ticks  # an extra, slow to import
 
             limits = spans, task.max_in_flight, seconds / 2
-            ticks, proved = solve_ticks(
-                seed.table, slots, communication, *limits, lambda time: report(time + head)
-            )
+            ticks, proved = solve_ticks(seed.table, slots, communication, *limits)
             bound = max(bound, proved + head)
             if ticks is not None:
                 first = min(int(np.min(array)) for array in ticks.values())
@@ -213,5 +211,5 @@ def _solve_free(
         left = seconds - (time.monotonic() - begin)
         exact = left > 0  # heuristics may take longer than their share
         if exact:
-            best, bound = solve_exactly(workload, best, left, report)
+            best, bound = solve_exactly(workload, best, left)
     return place(NAME, *task.sizes, workload.raw(best), task.placement), bound, exact
