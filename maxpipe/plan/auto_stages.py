@@ -323,7 +323,6 @@ def of_stage(table: Table, sizes: Sequence[int], stage: int) -> Sizes:
 def _reasons(
     chosen: PredictedStages, uniform: PredictedStages | None, limit: float
 ) -> Iterator[str]:
-    """Yield two lines: what was chosen and why."""
     sizes = str(chosen.sizes).replace(" ", "")
     line = f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer"
     if uniform and uniform.sizes != chosen.sizes:
@@ -343,7 +342,6 @@ def _reasons(
 def _does_not_fit(
     config: Config, limit: float, predictions: Sequence[PredictedStages]
 ) -> ConfigError:
-    """Return the error for a limit that is too low, also for these predictions."""
     if not predictions:
         predictions = [predict(config, _distribute(config, limit, by_memory=True))]
     least = min(predictions, key=lambda p: float(p.memory.max()))

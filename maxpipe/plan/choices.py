@@ -23,7 +23,7 @@ from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.phases import unfit_rules
 from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, predict
-from maxpipe.plan.device_parameters import axis_rules
+from maxpipe.plan.device_parameters import bound_rules, mesh_sizes, rules_of
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import PREFETCH, changes_step, on_platform
 from maxpipe.plan.number import Number, single
@@ -103,7 +103,7 @@ def _obstacle(config: Config) -> str:
     if ENGINES[config.pipeline.engine].one_program and offloaded_names(config.pipeline):
         # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
         return "TPU compilers fail on whole weights with residuals in the host's memory"
-    if unfit_rules(axis_rules(config)):
+    if unfit_rules(bound_rules(rules_of(config), mesh_sizes(config))):
         return "sharding.logical_axis_rules do not go with whole weights"
     return ""
 
@@ -175,10 +175,8 @@ def _has_choice(sizes: BlockSizes) -> bool:
 
 
 def _cheap_bytes(sizes: BlockSizes) -> Number:
-    """Return the bytes of cheap values of all layers of a chunk but one."""
     return (sizes.layers - 1) * sizes.saving.cheap * sizes.itemsize * sizes.tokens
 
 
 def _is_scarce(sizes: BlockSizes, tpu: Tpu) -> Number:
-    """Return whether holding cheap values would take more memory than is idle."""
     return np.greater(memory_bytes(sizes) + _cheap_bytes(sizes), IDLE_SHARE * tpu.memory)

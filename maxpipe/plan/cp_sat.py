@@ -39,7 +39,6 @@ class _Model(cp_model.CpModel):
             self.add_cumulative(intervals, [1] * len(intervals), most)
 
     def solve(self, seconds: float) -> tuple[cp_model.CpSolver | None, float]:
-        """Return the solver with the best solution, or None, and a bound."""
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         status = solver.solve(self)

@@ -70,7 +70,6 @@ class StageParameters:
 
     @property
     def over_fsdp(self) -> Number:
-        """Return those of chunks, embedding and head, whole over fsdp."""
         return self.of.ends_over_fsdp + self.layers * self.of.layer_over_fsdp
 
     @property
@@ -171,11 +170,6 @@ def total_parameters(
 
 def with_dense_layers(config: Config) -> Config:
     return replace(config, model=config.model.dense)
-
-
-def axis_rules(config: Config) -> AxisRules:
-    """Return the logical axis rules, bound to an abstract mesh."""
-    return bound_rules(rules_of(config), mesh_sizes(config))
 
 
 def mesh_sizes(config: Config) -> Sizes:

@@ -61,7 +61,6 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def adapter_flops(model: ModelConfig) -> float:
-    """Return the FLOPs per token of the forward of a layer's adapters; 0 without any."""
     if not model.lora.rank:
         return 0.0
     specs = model_program(model).specs["layers"]
@@ -69,7 +68,6 @@ def adapter_flops(model: ModelConfig) -> float:
 
 
 def trained_parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of a resolved model that have a gradient."""
     specs = model_program(model).specs
     trained = parameters.trainable(specs, specs)
     outer = parameters.count({"embed": trained["embed"], "head": trained["head"]})

@@ -98,8 +98,5 @@ def _visited_share(eqn: JaxprEqn) -> float:
 
 
 def visible_blocks(rows: int, block: int, key_block: int) -> list[int]:
-    """Return how many blocks of `key_block` keys each of the `rows` blocks of queries sees.
-
-    The mask is causal, and a block has `block` queries.
-    """
+    """Return how many blocks of keys each of the blocks of queries sees under a causal mask."""
     return [math.ceil((row + 1) * block / key_block) for row in range(rows)]

@@ -198,7 +198,6 @@ class Layer:
 
 
 def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
-    """Read a traced layer whose parameters are split over devices while it computes."""
     walk = _Walk(trace, dimension_shards)
     output = walk.outputs(trace.layer)[0]
 
@@ -292,7 +291,6 @@ class _Walk:
         return [replace(result, kind="weight", dimension_shards=shards) for result in results]
 
     def _flops(self, eqn: JaxprEqn) -> float:
-        """Return the FLOPs of an equation's products for the sequence."""
         if eqn.primitive.name == GROUPED:
             weights = shaped(eqn.invars[1]).shape
             return 2.0 * eqn.params["assignments"] * weights[1] * weights[2]
@@ -305,7 +303,6 @@ class _Walk:
     def _multiply(
         self, eqn: JaxprEqn, inputs: list[Value], activations: tuple[Value, ...], flops: float
     ) -> list[Value]:
-        """Collect a product, and return its result."""
         (result,) = (self._constant(v) for v in eqn.outvars)
         shards = self._product_shards(eqn, inputs)
         primitive, width = eqn.primitive.name, result.width / shards

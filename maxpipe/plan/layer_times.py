@@ -5,10 +5,8 @@ backward of a product with weights is one product for its input and one for its 
 backward belongs to the input gradient.
 
 They leave out norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
-real widths, and the embedding: a lookup in the forward, and in the backward a sum that moves bytes
-and multiplies nothing. A chunk that is recomputed as a whole need not repeat its very last product,
-which is counted here. The kernel that runs without accelerators computes attention's masked half
-too.
+real widths, and the embedding, a lookup. A chunk that is recomputed as a whole need not repeat its
+very last product, which is counted here.
 """
 
 from collections.abc import Sequence
@@ -94,7 +92,6 @@ def layer_times(config: Config) -> LayerTimes:
 
 
 def first_layers(config: Config) -> FirstLayers:
-    """Compute the times of the first dense layers of a resolved configuration."""
     if not config.model.first_dense_layers:
         return FirstLayers()
     unit = _layer_flops(config)[0] / config.model.first_dense_layers
@@ -103,7 +100,6 @@ def first_layers(config: Config) -> FirstLayers:
 
 
 def _layer_flops(config: Config) -> tuple[float, float, float]:
-    """Return `_flops` of a layer of the pipeline, see `pipeline.chunk`."""
     return _flops(config, config.pipeline.remat_iterations + config.pipeline.remat_layers)
 
 

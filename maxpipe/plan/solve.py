@@ -57,7 +57,6 @@ class Task:
 
     @property
     def unit_of_time(self) -> float:
-        """Return a power of ten such that the longest of all times is 1 to 10 of it."""
         longest = max(float(np.max(getattr(self.costs, name))) for name in _TIMES)
         return 10.0 ** math.floor(math.log10(longest)) if longest else 1.0
 
@@ -72,8 +71,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of a search."""
-
     run: Simulation  # the best schedule
     bound: float  # a makespan that no schedule of the searched forms can beat
     named: list[Simulation]  # the named schedules of these forms that fit, by makespan
@@ -183,7 +180,6 @@ def _solve_lockstep(
 def _solve_free(
     task: Task, named: Sequence[Simulation], seconds: float, exact: bool, report: Report
 ) -> tuple[Table, float, bool]:
-    """Return the best table, a makespan that none can beat, and `exact` of the solution."""
     begin = time.monotonic()
     until = begin + seconds * (HEURISTICS if exact else 1) if seconds else math.inf
     workload = task.workload

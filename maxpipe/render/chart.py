@@ -253,7 +253,6 @@ def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
 
 
 def _curves(run: Simulation, frame: Frame) -> list[str]:
-    """Draw the chunks in flight over time, a step line for each stage."""
     table, top = run.table, frame.curves_top
     peak = max(int(run.peak_in_flight.max()), 1)  # nothing is in flight if units take no time
     bottom = top + CURVES

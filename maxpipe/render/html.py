@@ -13,11 +13,7 @@ def shipped(*names: str) -> str:
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
-    """Return a page in the light or dark colours that the reader prefers.
-
-    CSS and JavaScript of all pages come before its own; the script of all pages has
-    `show(event, text)`, which shows a text next to the pointer.
-    """
+    """Return a page, whose script may call `show(event, text)` for a text next to the pointer."""
     return f"""<!doctype html>
 <html lang="en">
 <head>

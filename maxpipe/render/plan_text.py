@@ -14,7 +14,6 @@ from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.best import Plan, SliceCost
 from maxpipe.plan.search.candidate import Row, relative_time
 from maxpipe.plan.search.machine import platform_of
-from maxpipe.plan.search.request import TOPOLOGY
 from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns
 
@@ -65,7 +64,6 @@ def table_cells(plan: Plan) -> list[list[str]]:
 
 
 def table_rows(plan: Plan) -> list[Row]:
-    """Return the rows of the table: the best, those that do not fit, the user's own."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     return [*plan.shown, *plan.misfits, *own]
 
@@ -122,7 +120,6 @@ def fastest(plan: Plan) -> float:
 
 
 def summary_lines(plan: Plan) -> list[str]:
-    """Return what was searched and why candidates are left out."""
     request, outcome = plan.request, plan.outcome
     machine = request.machine
     place, margin = "", ""
@@ -302,24 +299,9 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         needed = f"{least.memory / GIB:.3g} GiB a device{usable}"
         what = f"{least.mesh_text()}, {least.schedule_text()}"
         lines, by = [f"nothing fits: by closed forms the least is {needed}: {what}"], ""
-    lines += _state_lines(plan)
     would_fit, vain, unfinished = plan.remedies
     if would_fit:
         lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
     others = {"none of these helps by itself": vain}
     others["not tried to the end, for lack of time"] = unfinished
     return lines + [f"{what}: {', '.join(names)}" for what, names in others.items() if names]
-
-
-def _state_lines(plan: Plan) -> list[str]:
-    """Return how many chips hold what cannot be made smaller, if the machine has fewer."""
-    machine, limit = plan.request.machine, plan.request.limit
-    state = plan.facts.least_state_bytes()
-    if limit is None or state <= machine.devices * limit:
-        return []
-    chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
-    helps = machine.is_compilable and "more chips" not in plan.remedies.vain
-    return [
-        f"parameters, optimizer state and gradients alone need {state / GIB:,.0f} GiB, at least "
-        f"{chips} {chip}{f': {TOPOLOGY} {chip} --smallest' * helps}"
-    ]

@@ -217,10 +217,7 @@ def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def _value(key: Option, raw: Raw) -> object:
-    """Return a value in the type of its key; a list of times is written with or without brackets.
-
-    Raises ValueError if it has another type, or is not legal.
-    """
+    """Return a value in the type of its key, or raise ValueError; times need no brackets."""
     if key.type != list[float]:
         value = convert(key, raw)
         check_bounds(key, value)
@@ -251,7 +248,6 @@ def _options(section: type[Keys]) -> Iterator[Option]:
 
 
 def time_problems(keys: Keys) -> Iterator[Problem]:
-    """Yield each key with neither one time nor one for each stage."""
     for key in TIMES[:4]:
         times = getattr(keys, key)
         if len(times) not in (0, 1, keys.stages):

@@ -66,8 +66,7 @@ def _stages_text(
 ) -> str:
     """Return a line for each stage, then the slowest one, and uniform stages if they differ.
 
-    Those are None if the layers do not divide evenly. `limit` is bytes that a device may use,
-    infinite if unknown; None where memory was predicted for another engine.
+    The limit in bytes is infinite if unknown, and None where memory is another engine's.
     """
     lines = ["stages          times of one microbatch; the forward of a layer is 1"]
     for stage in range(chosen.run.table.num_stages):
