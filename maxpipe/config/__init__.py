@@ -1,7 +1,4 @@
-"""Configure a run: typed sections, YAML with inheritance, overrides, all problems at once.
-
-Nothing here imports JAX.
-"""
+"""Configure a run: YAML with inheritance, overrides, all problems at once. Imports no JAX."""
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, load, replace, resolve

@@ -179,7 +179,6 @@ def _settings_of_begun(chosen: _Chosen) -> Mapping[str, object]:
 
 
 def _take_tokenizer(chosen: _Chosen) -> None:
-    """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
     init_from, folder = chosen.text(_WEIGHTS), chosen.text(from_hf.KEY)
     if not (init_from or folder) or not _needs_tokenizer(chosen.values):
         return
@@ -193,7 +192,6 @@ def _needs_tokenizer(values: Mapping[str, object]) -> bool:
 
 
 def _take_template(base: str, chosen: _Chosen) -> None:
-    """Set the base's chat template, if it has one, for conversations in its tokenizer."""
     is_chat = any(source.is_chat for source in _sources(chosen.values))
     if not is_chat or chosen.values.get(_TOKENIZER) != base_tokenizer(base, ""):
         return
@@ -223,7 +221,6 @@ def _root(run: str) -> Path:
 
 
 def _settings_of(run: str) -> dict[str, object]:
-    """Return the configuration of a run's latest start, by key; empty if there is none."""
     file = _root(run) / "config.yml"
     settings, problems = read_files(str(file)) if file.is_file() else ([], [])
     if problems:

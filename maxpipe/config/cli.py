@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.files import repeated_words
-from maxpipe.config.help import describe
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, SECTIONS
-from maxpipe.config.printing import print_config
+from maxpipe.config.printing import describe, print_config
 from maxpipe.config.shipped import locate_config, names_config, shipped_configs
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.config.values import nearest
@@ -178,7 +177,6 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
 
 
 def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return the message for a flag that does not exist; it may be a key."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
     if keys := [key for key in OPTIONS if key == name or key.endswith(f".{name}")]:

@@ -61,10 +61,8 @@ def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
 
 
 def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
-    """Return the smaller numbers of processes that `fit_fewer` accepts, ascending.
-
-    Raises:
-      ConfigError: the configuration does not fit `whole`, or no smaller number fits.
+    """Return the smaller numbers of processes that `fit_fewer` accepts, ascending; raises
+    ConfigError if the configuration does not fit `whole`, or no smaller number fits.
     """
     config = resolve(loaded, whole.devices, whole.slices)
     if counts := _counts(loaded, config, whole):
@@ -83,7 +81,6 @@ def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
 
 
 def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded | None:
-    """Return `loaded` for the hosts that are left, or None; `config` is resolved for `whole`."""
     devices = {"ici": now.devices // now.slices, "dcn": now.slices}
     for sizes in itertools.product(*(_shrunk(config, level, devices[level]) for level in LEVELS)):
         mesh: Updates = {

@@ -30,10 +30,8 @@ class Shape(NamedTuple):
 
 
 def read_shape(folder: str, key: str = KEY) -> Shape:
-    """Read the config.json of a folder, as a key such as `init_from` names it.
-
-    Raises:
-      ConfigError: there is no such file, or its model cannot be expressed.
+    """Read the config.json of a folder, as a key such as `init_from` names it; raises ConfigError
+    if there is none, or its model cannot be expressed.
     """
     c, source = _read_file(folder, key)
     model_type = str(c.get("model_type"))
@@ -55,7 +53,6 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
 
 
 def _check(values: Mapping[str, object]) -> None:
-    """Raise ValueError if a value breaks the bounds of its key; no rule checks these again."""
     for name, value in values.items():
         option = OPTIONS[f"model.{name}"]
         try:
@@ -69,15 +66,12 @@ def _check(values: Mapping[str, object]) -> None:
 
 def read_config_json(folder: str, key: str = KEY) -> dict[str, Any]:
     """Return a folder's config.json; for a model with images, its text part and special ids.
-
-    Raises:
-      ConfigError: it cannot be read.
+    Raises ConfigError if it cannot be read.
     """
     return _read_file(folder, key)[0]
 
 
 def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
-    """Return the content and the name of a folder's config.json."""
     folder = open_folder(value, key)
     source = f"{folder}/{FILE}"
     try:

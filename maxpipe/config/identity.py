@@ -70,7 +70,6 @@ _NOT_SHAPE = (
 
 
 def _is_of(key: str, names: Sequence[str]) -> bool:
-    """Return whether a key, or a section that it is in, is among the names."""
     return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 

@@ -30,10 +30,8 @@ def implementation(variant: Variant | Engine) -> Any:
 
 
 def attribute_of(name: str) -> Any:
-    """Import and return what a catalogue entry names as "module:attribute".
-
-    Raises:
-      ConfigError: a variant of a user cannot be imported.
+    """Import and return what a catalogue entry names as "module:attribute"; raises ConfigError if
+    a variant of a user cannot be imported.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -84,7 +82,6 @@ def import_words(modules: Sequence[str]) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, and in which line of which file unless importlib raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     is_elsewhere = frames and "importlib" not in frames[-1].filename

@@ -85,7 +85,6 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
 
 
 def _known(settings: Iterable[Setting]) -> tuple[dict[str, Setting], list[Problem]]:
-    """Return the last setting of each key that exists, and a problem for each that does not."""
     chosen: dict[str, Setting] = {}
     problems = []
     for setting in settings:
@@ -201,7 +200,6 @@ def _problem(key: str, value: object, *, named: bool = True) -> Problem | None:
 def _choose_length(
     settings: Sequence[Setting], chosen: dict[str, Setting], values: Updates
 ) -> list[Problem]:
-    """Drop `steps` or `epochs`, whichever a weaker file gives; one place may give only one."""
     if not {"steps", "epochs"} <= chosen.keys():
         return []
     last = next(s.key for s in reversed(settings) if s.key in ("steps", "epochs"))

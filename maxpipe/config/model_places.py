@@ -101,10 +101,8 @@ def is_directory(folder: str) -> bool:
 
 
 def open_folder(value: str, key: str) -> ModelFolder:
-    """Return the folder that the value of a key names, with or without the scheme.
-
-    Raises:
-      ConfigError: a library that reads the place is missing.
+    """Return the folder that the value of a key names, with or without the scheme; raises
+    ConfigError if a library that reads the place is missing.
     """
     folder = folder_of(value)
     place = "store" if is_url(folder) else "directory" if is_directory(folder) else "hub"

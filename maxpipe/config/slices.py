@@ -117,7 +117,6 @@ def _product(grid: str) -> int:
 
 
 def _nearest_slices(generation: Generation, chips: int) -> list[str]:
-    """Return up to two usual slices around a number of chips: "v5p-64 (v5p:2x4x4)"."""
     grids = _usual_grids(generation)
     below = [count for count in grids if count <= chips][-1:]
     above = [count for count in grids if count > chips][:1]
@@ -168,10 +167,8 @@ def check_grid(topology: str) -> None:
 
 
 def slices_of(name: str) -> list[str]:
-    """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...].
-
-    Raises:
-      ValueError: there is no kind of this name.
+    """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...]; raises
+    ValueError if there is no kind of this name.
     """
     generation = _generation(name.lower())
     return [f"{generation.name}:{grid}" for grid in _usual_grids(generation).values()]

@@ -120,7 +120,6 @@ _FAILED: list[TextIO] = []  # streams that standard error has a warning about
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard everything that is written to a stream from now on."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())

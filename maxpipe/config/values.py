@@ -155,10 +155,8 @@ def example(option: Option) -> str:
 
 
 def number(text: str) -> Decimal:
-    """Return the exact value of a number, written with underscores or a suffix k, M, Ki or Mi.
-
-    Raises:
-      ValueError: the text is not a finite number.
+    """Return the exact value of a number, written with underscores or a suffix k, M, Ki or Mi;
+    raises ValueError if the text is not a finite number.
     """
     match = _NUMBER.fullmatch(text.strip())
     if not match:
@@ -203,7 +201,6 @@ def _float(raw: Raw) -> float:
 
 
 def _entry(raw: Raw) -> dict[str, str | float]:
-    """Return an entry of a mixture; its fields are checked by a rule."""
     if not isinstance(raw, dict):
         expected = f"a list such as {_EXAMPLES[list[MixtureEntry]]}"
         raise ValueError(f"expected {expected}, got {_show(raw)} in it")

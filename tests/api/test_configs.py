@@ -29,7 +29,7 @@ def test_configs_import_no_heavy_library_and_schedules_no_jax():
 import sys
 import maxpipe
 from maxpipe.config import load, notes, print_config, resolve
-from maxpipe.config.help import describe
+from maxpipe.config.printing import describe
 from maxpipe.config.options import OPTIONS
 [(option.choices, describe(key)) for key, option in OPTIONS.items()]
 loaded = load("configs/base.yml", ["seed=${steps}"])

@@ -10,8 +10,8 @@ import pytest
 from maxpipe.config import ConfigError, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.help import describe
 from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.config.printing import describe
 
 
 def parse(*words):

@@ -55,7 +55,6 @@ def idleness(c: Config, key: str, before: Config | None = None) -> tuple[str, st
 
 
 def _sources_for(c: Config, key: str) -> list[str]:
-    """Return the sources of which one is enough to give a key of `data.*` an effect."""
     if key == "data.eval_path":  # which is read with data.source, next to a mixture as well
         return [c.data.source]
     is_evaluated = key == "data.column" and c.data.eval_path
@@ -103,7 +102,6 @@ def refusals_of(engine: str, key: str) -> list[Refusal]:
 
 
 def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
-    """Return refusals of the values of a key that save tensors in the host's memory."""
     if key in _REMAT_TENSORS:
         return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
     if key != "pipeline.remat_policy":
@@ -117,7 +115,6 @@ def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
 
 
 def _rule_of(key: str) -> Rule:
-    """Return the rule that refuses a key without effect, and values that the engine refuses."""
 
     def run(c: Config) -> Wrong:
         value = get(c, key)
@@ -153,7 +150,6 @@ def _leaves_out(switch: str, variant: object, key: str) -> str:
 
 
 def _is_met(c: Config, alternative: str) -> bool:
-    """Return whether "KEY>NUMBER", "KEY=VALUE|VALUE" or "KEY" is true of a config."""
     key, _, least = alternative.partition(">")
     if least:
         return bool(get(c, key) > float(least))

@@ -126,7 +126,6 @@ def _stacked(c: Config) -> str:
 
 
 def _pipelined(c: Config) -> tuple[str, str]:
-    """Return the key that says how many layers the pipeline has, and the same with their number."""
     inside = c.pipeline.parallel_layers
     if inside == c.model.stacked_layers:
         return "model.num_layers", _stacked(c)
@@ -150,7 +149,6 @@ def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
 
 
 def _even_layers(c: Config) -> Derived:
-    """Derive the repeats and the layers per stage, whichever are -1."""
     stages, total, schedule = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
     if fixed := fixed_repeats(schedule):
@@ -174,7 +172,6 @@ def _even_layers(c: Config) -> Derived:
 
 
 def _uneven_layers(c: Config) -> Derived:
-    """Check that the chunks of `pipeline.layers_per_stage` add up and divide over the stages."""
     chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.pipeline.parallel_layers
     total_key, total_text = _pipelined(c)
     if total < stages:
@@ -244,7 +241,6 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> Wrong:
 
 
 def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
-    """Return up to three even splits of the layers, those nearest to the one that fails."""
     layers, remainder = divmod(c.pipeline.parallel_layers, num_stages(c))
     if remainder:
         return []

@@ -69,7 +69,6 @@ def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]
 
 
 def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Problem:
-    """Return the problem of a mesh that does not fit `count` devices or slices, with proposals."""
     sizes, others = _sizes(c, level), _sizes(c, "dcn")
     written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     product = math.prod(size for size in sizes.values() if size != -1)
@@ -122,7 +121,6 @@ def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list
 
 
 def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
-    """Yield every way to write `count` as a product of sizes of `axes`; other axes are 1."""
     if len(axes) == 1:
         yield dict.fromkeys(MESH_AXES, 1) | {axes[0]: count}
         return

@@ -183,11 +183,7 @@ def check_topology(c: Config) -> Derived:
 
 
 def check_trains(c: Config) -> None:
-    """Refuse what is for the compile command only; not a rule, since that command takes it.
-
-    Raises:
-      ConfigError: an executable is to be stored.
-    """
+    """Raise ConfigError for what the compile command alone takes, such as a place to store."""
     if c.compile.save:
         message = "training stores no executable; give it to maxpipe.compile"
         raise ConfigError(Problem("compile.save", message))

@@ -37,10 +37,10 @@ class Config:
         pattern="[A-Za-z0-9][A-Za-z0-9._-]{0,254}",
         form="a name of at most 255 letters, digits, '.', '_' and '-', first a letter or digit",
     )
-    output_dir: str = directory("runs", "directory in which every run has its own")
+    output_dir: str = directory("runs", "directory in which every run has its own directory")
     seed: int = amount(0, "of parameters, dropout and the order of documents", maximum=MOST_SEED)
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
-    epochs: float = amount(0.0, "passes over the counted training documents in place of steps")
+    epochs: float = amount(0.0, "passes over the training documents, in place of steps")
     stop_after: int = amount(0, "end after this step as if interrupted; 0 = run to the end")
     base_model: str = option("", "the model to start from, whole: hf:DIR, hf:org/name or run:DIR")
     init_from: str = option(

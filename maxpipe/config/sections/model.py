@@ -25,11 +25,11 @@ _GROUPED = "model.attention_kind=gqa"
 class ModelConfig:
     __hash__ = hash_of_fields
 
-    from_hf: str = option("", "folder of a config.json with the shape: DIR, s3://, gs://, org/name")
+    from_hf: str = option("", "folder with a config.json, the shape: DIR, s3://, gs://, org/name")
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "decoder layers", minimum=1, maximum=2**14)
     first_dense_layers: int = amount(
-        0, "dense first layers; they run outside the pipeline", needs="model.moe.experts"
+        0, "first layers with a dense MLP; they run outside the pipeline", needs="model.moe.experts"
     )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "query heads", minimum=1, maximum=2**20)
@@ -37,12 +37,17 @@ class ModelConfig:
     head_dim: int = derived("width of a head; -1 = embed_dim / num_query_heads, or model.mla's")
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
     vocab_size: int = option(320, "rows of the embedding; at least the tokenizer's ids", minimum=2)
-    unpadded_vocab_size: int = derived("token ids; further rows are padding; -1 = all", minimum=2)
+    unpadded_vocab_size: int = derived(
+        "token ids that exist; further rows are padding; -1 = vocab_size", minimum=2
+    )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
     # No kernel of experts multiplies in 8 bits.
     quantisation: str = option(
-        "none", "8-bit format of projections", choices=QUANTISATIONS, needs="model.moe.experts=0"
+        "none",
+        "8-bit format of the products of attention and MLP",
+        choices=QUANTISATIONS,
+        needs="model.moe.experts=0",
     )
     quantised_passes: str = option(
         "forward",
@@ -55,16 +60,20 @@ class ModelConfig:
     residual_scale: float = option(1.0, "factor of what attention and MLP add to the residual")
     logit_scale: float = option(1.0, "factor of logits, before a soft cap", above=0)
     dropout: float = amount(0.0, "dropout rate on the output of attention and MLP", maximum=0.99)
-    z_loss: float = amount(0.0, "weight of the penalty on squared logs of the softmax's sum")
+    z_loss: float = amount(0.0, "weight of the penalty on the squared log of the softmax's sum")
     logit_soft_cap: float = amount(0.0, "cap logits to c * tanh(logit / c); 0 = no cap")
     logit_tiles: int = option(1, "parts of the tokens whose logits come one by one", minimum=1)
     mlp_activation: str = option(
         "silu", "activation of the MLP's gate", choices=("silu", "gelu_tanh", "quick_gelu")
     )
-    mlp_limit: float = amount(0.0, "clamp the gate to this, and up to its magnitude; 0 = no clamp")
+    mlp_limit: float = amount(0.0, "most that the gate may be, and up's magnitude; 0 = no limit")
     mlp_up_offset: float = option(0.0, "number added to up, before the gate multiplies it")
     mlp_bias: bool = option(False, "add biases to the projections of the MLP, or of each expert")
-    attention_kind: str = option("gqa", "grouped queries, or latent (mla)", choices=("gqa", "mla"))
+    attention_kind: str = option(
+        "gqa",
+        "gqa = grouped queries; mla = latent attention, see model.mla",
+        choices=("gqa", "mla"),
+    )
     qk_norm: bool = option(False, "RMS-normalise queries and keys", needs=_GROUPED)
     qk_norm_scope: str = option(
         "head", "normalise each head, or all", choices=("head", "full"), acts_with="model.qk_norm"
@@ -73,14 +82,20 @@ class ModelConfig:
     attention_output_bias: bool = option(False, "bias of the output projection", needs=_GROUPED)
     attention_sinks: bool = option(False, "a learned logit in the softmax's sum", needs=_GROUPED)
     attention_soft_cap: float = amount(0.0, "cap scores to c * tanh(score / c); 0 = no cap")
-    query_scale: float = amount(0.0, "factor of scores; 0 = 1 / sqrt(head_dim)")
+    query_scale: float = amount(0.0, "factor of attention scores; 0 = 1 / sqrt(head_dim)")
     attention_window: int = amount(0, "tokens that a query of a local layer sees; 0 = all")
-    layer_pattern: list[str] = option([], "kinds of layers, repeated", choices=LAYER_KINDS)
+    layer_pattern: list[str] = option(
+        [],
+        "kinds of consecutive layers, repeated to the last; nope = not rotated",
+        choices=LAYER_KINDS,
+    )
     attention: str = option("auto", "kernel; auto by backend", variants=KERNELS, also=("auto",))
     attention_block_size: int = option(512, "most tokens of a block of splash", minimum=128)
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     norm_placement: str = option(
-        "pre", "norms before a branch, around it, or after it", choices=("pre", "sandwich", "post")
+        "pre",
+        "norms before attention and MLP, before and after, or after",
+        choices=("pre", "sandwich", "post"),
     )
     norm_offset: bool = option(False, "RMSNorm multiplies by 1 + scale, with scales from 0")
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
@@ -92,10 +107,14 @@ class ModelConfig:
     )
     rope_interleaved: bool = option(False, "rotate neighbouring channels, not pairs (c, c + half)")
     rotation: str = option(
-        "auto", "how rotations pair channels; auto by device", choices=("auto", "slices", "product")
+        "auto",
+        "how the other channel of a pair is found; auto = by device",
+        choices=("auto", "slices", "product"),
     )
     gating: str = option(
-        "auto", "whether gate * up is fused; auto by device", choices=("auto", "fused", "separate")
+        "auto",
+        "fuse gate * up into the products that read it; auto = by device",
+        choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     mla: MLAConfig = field(

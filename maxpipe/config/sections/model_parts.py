@@ -24,20 +24,20 @@ class MoEConfig:
     experts: int = amount(0, "routed experts in place of the MLP; 0 = a dense MLP", maximum=2**16)
     per_token: int = option(2, "experts that each token uses", minimum=1)
     mlp_dim: int = amount(0, "hidden width of an expert; 0 = model.mlp_dim")
-    shared_experts: int = amount(0, "experts that every token uses in addition, as one wide MLP")
+    shared_experts: int = amount(0, "experts that every token uses as well, as one wide MLP")
     router: str = option("softmax", "how logits become scores of experts", variants=ROUTERS)
     logit_bias: bool = option(False, "a learned bias of the logits, for choice and weights")
     normalise: bool = option(True, "divide the weights of a token's experts by their sum")
     scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
     groups: int = option(1, "equal groups of experts; a token uses the best of them", minimum=1)
     groups_per_token: int = option(1, "groups from which a token chooses its experts", minimum=1)
-    selection_bias: bool = option(False, "a bias of scores, for choice only; bias_rate implies it")
+    selection_bias: bool = option(False, "a bias of each expert's score, for the choice alone")
     bias_rate: float = amount(0.0, "step of the selection bias toward even load (arXiv:2408.15664)")
     balance_loss: float = amount(0.0, "weight of the loss for even load (DeepSeek-V3, eq. 17-20)")
     z_loss: float = amount(0.0, "weight of the penalty on squared logs of the router's denominator")
     capacity_factor: float = amount(
         0.0,
-        "most tokens of a sequence per expert, in even shares; later ones skip it; 0 = no bound",
+        "most tokens of a sequence that an expert takes, in even shares; 0 = no bound",
         needs="model.moe.experts and mesh.ici.context=1 and mesh.dcn.context=1",
     )
     dispatch: str = option(
@@ -60,7 +60,7 @@ class MLAConfig:
     Keys and values of all heads are made of one latent per token.
     """
 
-    q_lora_rank: int = amount(0, "width of the latent of queries; 0 = they have none")
+    q_lora_rank: int = amount(0, "width of the latent of queries; 0 = queries have none")
     kv_lora_rank: int = option(512, "width of the latent of keys and values", minimum=1)
     qk_nope_head_dim: int = option(128, "channels of queries and keys not rotated", minimum=1)
     qk_rope_head_dim: int = option(64, "rotated channels; those of keys are shared", minimum=2)
@@ -106,8 +106,12 @@ class RopeScalingConfig:
         choices=("linear", "llama3", "yarn", "longrope"),
         acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
     )
-    low_freq_factor: float = _of_llama3(1.0, "wavelengths above original / this scale", above=0)
-    high_freq_factor: float = _of_llama3(4.0, "wavelengths below original / this stay", above=0)
+    low_freq_factor: float = _of_llama3(
+        1.0, "wavelengths above original_max_position / this are scaled", above=0
+    )
+    high_freq_factor: float = _of_llama3(
+        4.0, "wavelengths below original_max_position / this are not scaled", above=0
+    )
     original_max_position: int = option(
         8192,
         "context length that the unscaled frequencies were trained for, in tokens",
@@ -115,13 +119,13 @@ class RopeScalingConfig:
         acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
     )
     beta_fast: float = _of_yarn(32.0, "frequencies that turn more often are not scaled", above=0)
-    beta_slow: float = _of_yarn(1.0, "frequencies that turn less often in it are divided", above=0)
-    truncate: bool = _of_yarn(True, "round the bounds between frequencies")
+    beta_slow: float = _of_yarn(1.0, "frequencies that turn less often are divided", above=0)
+    truncate: bool = _of_yarn(True, "round the bounds of beta_fast and beta_slow to whole channels")
     attention_factor: float = amount(
-        0.0, "scales queries and keys; 0 = computed", acts_with=f"{_TYPE}=yarn|longrope"
+        0.0, "factor of queries and keys; 0 = auto", acts_with=f"{_TYPE}=yarn|longrope"
     )
     mscale_all_dim: float = _of_yarn(
-        0.0, "m of (0.1 m ln(factor) + 1)^2 on scores; 0 = none", minimum=0
+        0.0, "m in the factor (0.1 m ln(factor) + 1)^2 of scores; 0 = none", minimum=0
     )
     short_factor: list[float] = _of_longrope([], "divisor of each frequency for shorter sequences")
     long_factor: list[float] = _of_longrope([], "divisor of each frequency for longer sequences")

@@ -55,11 +55,11 @@ class ElasticConfig:
 
     axes: list[str] = option(
         [],
-        "axes that shrink, the first first, when a host is lost; empty = wait for it (--wait)",
+        "axes that shrink when a host is lost, the first one first; empty = none",
         choices=("data", "fsdp"),  # they split rows, but no dimension that the model needs split
         needs="checkpoint.every or checkpoint.every_minutes",
     )
-    wait_seconds: float = amount(120.0, "seconds that others wait for a lost host to come back")
+    wait_seconds: float = amount(120.0, "seconds for which the others wait for a lost host")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class MeshConfig:
     dcn: AxesConfig = field(default_factory=AxesConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     simulated_devices: int = amount(0, "devices that a CPU pretends to have; 0 = the real ones")
-    heartbeat_timeout_seconds: int = option(100, "silence after which a process is lost", minimum=5)
+    heartbeat_timeout_seconds: int = option(
+        100, "seconds of silence after which a process counts as lost", minimum=5
+    )
 
     def size(self, axis: str) -> int:
         """Return the size of a mesh axis over all slices: ICI times DCN."""
@@ -114,13 +116,23 @@ class PipelineConfig:
     )
     num_repeats: int = derived("chunks per stage; -1 = layers / (stages x num_layers_per_stage)")
     num_layers_per_stage: int = derived("layers per chunk; -1 = layers / (stages x num_repeats)")
-    layers_per_stage: list[int] = option([], "of each chunk; auto = fastest (mpmd)", derived=True)
-    unit_times: list[float] = option([], "of F, I, W, transfer, head; auto = FLOPs", derived=True)
+    layers_per_stage: list[int] = option(
+        [], "layers of each stage or chunk; empty = equal; auto = the fastest", derived=True
+    )
+    unit_times: list[float] = option(
+        [], "times of F, I, W, transfer, head; auto = by FLOPs", derived=True
+    )
     memory_limit_gib: float = amount(
-        0, "GiB of a device; 0 = the chip's", acts_with="pipeline.layers_per_stage=auto"
+        0,
+        "memory of a device for auto stages; 0 = the chip's",
+        acts_with="pipeline.layers_per_stage=auto",
     )
     parallel_layers: int = derived("layers in the pipeline, others outside it; -1 = all")
-    outside_layers: str = option("after", "where outside layers come", choices=("after", "before"))
+    outside_layers: str = option(
+        "after",
+        "whether layers outside the pipeline come first or last",
+        choices=("after", "before"),
+    )
     delay_activation_forwarding: bool = option(False, "send activations a tick later, to overlap")
     overlap_slots: bool = option(False, "a tick between the last forward and backward, to overlap")
     skip_idle: str = automatic("skip idle slots instead of masking them; auto = on CPU devices")
@@ -133,13 +145,17 @@ class PipelineConfig:
         "send a chunk's weights and gradients while it computes; auto = on TPUs, fsdp up to 8",
         acts_with="mesh.ici.fsdp>1 or mesh.dcn.fsdp>1",
     )
-    scan_iterations: bool = option(True, "run iterations as a loop; unrolled they compile slowly")
+    scan_iterations: bool = option(True, "run iterations as a loop; unrolled, they compile slowly")
     scan_repeats: bool = option(
         True, "run repeats as a loop", needs="pipeline.fsdp_gather=per_repeat|once"
     )
-    scan_layers: bool = option(True, "layers of the sequential engine as a loop, or unrolled")
+    scan_layers: bool = option(True, "run layers of the sequential engine as a loop")
     scan_layers_per_stage: bool = option(False, "layers of a chunk as a loop, to compile faster")
-    remat_policy: str = option("full", "what a layer saves for backward", variants=REMAT_POLICIES)
+    remat_policy: str = option(
+        "full",
+        "tensors that a layer saves for its backward; others are recomputed",
+        variants=REMAT_POLICIES,
+    )
     remat_iterations: bool = option(True, "apply remat_policy to iterations; false = none")
     remat_layers: bool = option(False, "recompute layer by layer: less memory, one more forward")
     remat_cheap: str = automatic("recompute norms and gates layer by layer; auto by memory")

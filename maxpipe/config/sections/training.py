@@ -18,25 +18,29 @@ class MixtureEntry(TypedDict):
 @dataclass(frozen=True)
 class DataConfig:
     source: str = option("python_stdlib", "where documents come from", variants=SOURCES)
-    path: str = option("", "file, directory or glob, here or s3://, gs://, with commas; hf:NAME")
-    eval_path: str = option("", "of a separate validation set; empty = data.eval_fraction")
-    column: str = option("", "column with documents (datasets); empty = text, tokens or messages")
-    mixture: list[MixtureEntry] = option([], "several {source, path, weight} in place of one")
-    cache_dir: str = directory("", "copies of remote and unpacked files; empty = ~/.cache/maxpipe")
-    cache_limit: int = amount(0, "most bytes of these copies; 0 = nine tenths of free space each")
+    path: str = option("", "files, directories or globs, with commas; s3://, gs://, hf:NAME")
+    eval_path: str = option("", "path of a validation set; empty = hold out data.eval_fraction")
+    column: str = option("", "column of the documents; empty = text, tokens or messages")
+    mixture: list[MixtureEntry] = option(
+        [], "several sources in place of one: [{source, path, weight}, ...]"
+    )
+    cache_dir: str = directory("", "where remote and unpacked files lie; empty = ~/.cache/maxpipe")
+    cache_limit: int = amount(0, "most bytes of these copies; 0 = nine tenths of the free space")
     tokenizer: str = option(
         "byte",
         "byte; a tokenizer.json or SentencePiece .model; hf:DIR, hf:org/name, s3://... or gs://... "
         "with a tokenizer.json; ids:N, ids without text; unset = the base model's",
     )
     chat_template: str = option("", "Jinja file for conversations, or chatml; empty = tokenizer's")
-    chat_date: str = option("", "date that strftime_now writes, as 2024-07-26; empty = first day")
+    chat_date: str = option("", "date that strftime_now writes: 2024-07-26; empty = the first day")
     global_batch_size: int = option(32, "sequences per step", minimum=1, maximum=2**24)
     sequence_length: int = option(128, "tokens per sequence", minimum=1, maximum=2**24)
     packing: bool = option(True, "several documents in each sequence; false = pad one in each")
     shuffle: bool = option(True, "read documents in a new order in each epoch, derived from seed")
     eval_fraction: float = amount(0.02, "share of documents set aside for evaluation", maximum=0.5)
-    on_bad_document: str = option("stop", "end the run, or skip it", choices=("stop", "skip"))
+    on_bad_document: str = option(
+        "stop", "end the run at a bad document, or skip it", choices=("stop", "skip")
+    )
     num_workers: int = amount(0, "processes that prepare batches; 0 = a thread of the trainer")
     prefetch: int = option(4, "number of batches prepared ahead", minimum=1)
 
@@ -49,12 +53,21 @@ class DataConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: int = amount(50, "evaluate every this many steps; 0 = never")
-    batches: int = amount(2, "per evaluation; 0 or all = all", zero="all", acts_with="eval.every")
+    batches: int = amount(
+        2,
+        "batches per evaluation; 0 or all = everything held out",
+        zero="all",
+        acts_with="eval.every",
+    )
     batches_per_source: int = derived(
-        "batches of each source of a mixture; -1 = an even share", minimum=0, acts_with="eval.every"
+        "batches of each source of a mixture alone; -1 = an even share; 0 = none",
+        minimum=0,
+        acts_with="eval.every",
     )
     global_batch_size: int = derived("sequences per evaluation batch; -1 = data.global_batch_size")
-    prompts: list[str] = option([], "texts to continue (one process)", acts_with="eval.every")
+    prompts: list[str] = option(
+        [], "texts that the model continues at each evaluation", acts_with="eval.every"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,17 +75,19 @@ class OptimizerConfig:
     name: str = option("adamw", "optimizer", variants=OPTIMIZERS)
     learning_rate: float = amount(3e-4, "peak learning rate")
     schedule: str = option("cosine", "shape of the learning rate over steps", variants=LR_SCHEDULES)
-    warmup_steps: int = derived("of a linear rise; -1 = a twentieth of decay_steps", minimum=0)
+    warmup_steps: int = derived(
+        "steps of the linear rise; -1 = a twentieth of decay_steps", minimum=0
+    )
     decay_steps: int = derived("step at which the decay ends; -1 = steps")
     stable_fraction: float = amount(0.8, "share of steps after warm-up at the peak", maximum=1)
     final_fraction: float = amount(0.1, "last learning rate as a share of the peak", maximum=1)
-    beta1: float = amount(0.9, "decay of the first moment; momentum", maximum=0.9999)
+    beta1: float = amount(0.9, "decay of the first moment, or momentum", maximum=0.9999)
     beta2: float = amount(0.95, "decay of the second moment", maximum=0.999999)
     eps: float = option(1e-8, "number added to the root of the second moment", above=0)
     weight_decay: float = amount(0.1, "decoupled weight decay; applies to matrices only")
     grad_clip_norm: float = amount(1.0, "norm to which larger gradients are scaled; 0 = no bound")
     max_consecutive_skips: int = amount(5, "exit with 42 after so many non-finite steps; 0 = never")
-    spike_window: int = amount(0, "skip a step far above the mean of this many; 0 = never")
+    spike_window: int = amount(0, "skip steps far above the mean of this many before; 0 = never")
     spike_deviations: float = option(
         6.0, "standard deviations that make a spike", above=0, acts_with="optimizer.spike_window"
     )
@@ -85,7 +100,7 @@ class CheckpointConfig:
     grace_seconds: float = amount(
         30, "seconds to save when preempted; slower saves warn; 0 = never"
     )
-    replica_every: int = amount(0, "replica in the host's memory every so many steps; 0 = never")
+    replica_every: int = amount(0, "copy to a host's memory every so many steps; 0 = never")
     keep: int = option(
         3,
         "number of newest checkpoints to keep",
@@ -94,7 +109,9 @@ class CheckpointConfig:
     )
     keep_every: int = amount(0, "also keep multiples of this; 0 = none", needs="checkpoint.every")
     keep_best: int = amount(
-        0, "also keep the best by loss", needs="checkpoint.every and eval.every"
+        0,
+        "number of checkpoints to keep as well, the best by eval loss",
+        needs="checkpoint.every and eval.every",
     )
     mirror: str = option(
         "",
@@ -102,7 +119,9 @@ class CheckpointConfig:
         pattern="((s3|gs)://[^/*?[]+(/[^*?[]*)?)?",
         form="a place such as s3://bucket/runs, without *, ? and [, which stores take as a pattern",
     )
-    mirror_deadline_seconds: float = amount(300, "exit with 1 after this silence of it; 0 = never")
+    mirror_deadline_seconds: float = amount(
+        300, "exit with 1 if it is silent for so long; 0 = never"
+    )
     resume: str = option(
         "auto",
         "auto, never, must, or the number of the step to resume from",
@@ -112,22 +131,24 @@ class CheckpointConfig:
     convert_dtype: bool = option(False, "let a resume convert state to other floating dtypes")
     accept_changes: list[str] = option(
         [],
-        "what may differ from the checkpoint to resume from, tokenizer also from the base model's",
+        "what may differ from the checkpoint or base model: config, data, tokenizer, ...",
         choices=("model", "seed", "optimizer", "data", "tokenizer"),
     )
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    log_every: int = amount(10, "write to console and TensorBoard every so many steps; 0 = never")
+    log_every: int = amount(10, "write to console and TensorBoard every this many steps; 0 = never")
     required: bool = option(False, "exit with code 1 when metrics cannot be written; false = warn")
     wandb: str = option("", "[ENTITY/]PROJECT of Weights & Biases", needs="telemetry.log_every")
     mlflow: str = option("", "MLflow's experiment for the metrics", needs="telemetry.log_every")
     batch_digest: bool = option(False, "digests of batches in metrics.jsonl, to compare runs")
     startup_deadline_seconds: float = amount(
-        3600, "exit with 124 if step 1 takes longer; 0 = never"
+        3600, "exit with code 124 if the first step takes longer; 0 = never"
     )
-    step_deadline_seconds: float = amount(1800, "later exit with 124 after this silence; 0 = never")
+    step_deadline_seconds: float = amount(
+        1800, "exit with 124 if a later step takes so long; 0 = never"
+    )
     profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")
 
 

@@ -4,9 +4,9 @@ import re
 
 from maxpipe.config import catalog
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
-from maxpipe.config.help import describe
 from maxpipe.config.identity import GROUPS
 from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.config.printing import describe
 from maxpipe.config.rules.layout import engines_of
 
 LOCKSTEP = "pipeline.schedule=lockstep_1f1b"
