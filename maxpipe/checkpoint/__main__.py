@@ -63,7 +63,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def list_steps(store: StepStore) -> int:
-    """Print step, state, size and time of every step."""
     rows = [("step", "state", "size", "written", "name")]
     for entry, size, time in store.sizes_and_times():
         written = f"{time:%Y-%m-%d %H:%M:%S}"

@@ -107,7 +107,6 @@ def differences(
 
 
 def nbytes(leaf: Leaf) -> int:
-    """Return the size of the global array in memory, in bytes."""
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 

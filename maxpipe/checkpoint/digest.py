@@ -116,7 +116,6 @@ def _device_words(array: jax.Array) -> jax.Array:
 
 
 def _host_summary(array: np.ndarray) -> Summary:
-    """Return the summary of an array in host memory, computed one cache-sized piece at a time."""
     flat = np.ascontiguousarray(array).reshape(-1)
     words = flat.view(np.uint32 if flat.itemsize >= 4 else f"u{flat.itemsize}")
     is_floating = jnp.issubdtype(array.dtype, jnp.floating)

@@ -96,5 +96,4 @@ class CheckpointMismatch(ValueError):
 
 
 def first(names: Sequence[str]) -> str:
-    """Return the first three of many names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

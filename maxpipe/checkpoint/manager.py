@@ -365,7 +365,6 @@ class Checkpointer:
         return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
-        """Return the newest step below `limit`, as process 0 sees it."""
         # Processes may list a shared file system at different times.
         steps = [step for step in self.resumable() if limit is None or step < limit]
         step = processes.of_first_process(max(steps, default=-1))

@@ -158,7 +158,6 @@ class Mirror(StepStore):
         return self._path(name)
 
     def delete(self, step: int) -> None:
-        """Delete a step that is committed or unfinished."""
         if f"{step}.json" in self._names:
             self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
@@ -208,7 +207,6 @@ class Mirror(StepStore):
         self._ask(transfer, sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
 
     def _find(self, root: str) -> dict[str, dict[str, int]]:
-        """Return name below a path -> size and other facts of each object."""
         prefix = f"{root.partition('://')[2]}/"
         objects: dict[str, dict[str, int]] = self._ask(self._store.find, root, detail=True)
         return {name.removeprefix(prefix): facts for name, facts in objects.items()}

@@ -154,7 +154,6 @@ def _read_record_everywhere(directory: Path) -> Record:
 
 
 def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:
-    """Return the leaves below a top-level name."""
     return {path: leaf for path, leaf in leaves.items() if path.partition(".")[0] == name}
 
 

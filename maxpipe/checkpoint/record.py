@@ -54,7 +54,6 @@ class Record:
 
 
 def record_file(step_directory: Path) -> Path:
-    """Return the path of the record of a committed step."""
     return step_directory / ITEM / FILE
 
 

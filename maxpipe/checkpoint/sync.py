@@ -96,7 +96,6 @@ class MirrorSync:
         return read()
 
     def _fetch_in_first(self, step: int) -> None:
-        """Fetch a step in process 0; the others do nothing."""
         if jax.process_index() != 0:
             return
         # Orbax deletes directories with such names, and so the remains of a killed process.
@@ -114,7 +113,6 @@ class MirrorSync:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _bring_up_to_date(self) -> None:
-        """Upload kept steps, the newest first, then delete the others."""
         local = self._directory.steps()
         kept = self._retention.kept([*{*local, *self._mirror.steps()}])
         missing = kept.intersection(local).difference(self._mirror.steps())

@@ -44,10 +44,8 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
 
 
 def agree_on(texts: Mapping[str, str]) -> None:
-    """Compare texts by key over several processes, without using the devices; all call this.
-
-    Raises:
-      ConfigError: processes differ; one problem per key, the same in every process.
+    """Compare texts by key over several processes, without using the devices; all call this;
+    raises ConfigError if processes differ; one problem per key, the same in every process.
     """
     # The number of this call, the same in all processes: a key of the store is written once.
     call, index = next(_calls), processes.index()

@@ -57,10 +57,8 @@ class Sizes:
 
 
 def announced_processes() -> int:
-    """Return the number of processes in the environment; 1 where only JAX can detect it.
-
-    Raises:
-      ConfigError: the variable does not hold a number.
+    """Return the number of processes in the environment; 1 where only JAX can detect it; raises
+    ConfigError if the variable does not hold a number.
     """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         return _integer("JAX_NUM_PROCESSES", 1)
@@ -104,10 +102,8 @@ def is_cluster() -> bool:
 
 
 def coordinator_variables() -> tuple[str, int, int] | None:
-    """Return coordinator, number of processes and index from JAX's variables, None if not set.
-
-    Raises:
-      ConfigError: some of the variables are missing or malformed.
+    """Return coordinator, number of processes and index from JAX's variables, None if not set;
+    raises ConfigError if some of the variables are missing or malformed.
     """
     env = os.environ
     if "JAX_COORDINATOR_ADDRESS" not in env:
@@ -137,10 +133,8 @@ def coordinator_variables() -> tuple[str, int, int] | None:
 
 
 def find_place() -> Place:
-    """Return the place of this process as JAX would find it, without importing JAX here.
-
-    Raises:
-      ConfigError: variables are missing, or JAX cannot tell.
+    """Return the place of this process as JAX would find it, without importing JAX here; raises
+    ConfigError if variables are missing, or JAX cannot tell.
     """
     place = coordinator_variables() or (_detect() if is_cluster() else None)
     if place is None or place[1] == 1:
@@ -166,10 +160,8 @@ def _detect() -> tuple[str, int, int]:
 
 
 def free_port() -> int:
-    """Return a port at which nothing listens, for a server that starts within seconds.
-
-    Raises:
-      OSError: no port is free.
+    """Return a port at which nothing listens, for a server that starts within seconds; raises
+    OSError if no port is free.
     """
     for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
         with suppress(OSError), socket.create_server(("", port)):

@@ -40,10 +40,8 @@ def has_started() -> bool:
 
 
 def check_simulated(devices: int) -> None:
-    """Check that JAX, which has started, simulates so many devices; accelerators stay as they are.
-
-    Raises:
-      ConfigError: it has other CPU devices.
+    """Check that JAX, which has started, simulates so many devices; accelerators stay as they are;
+    raises ConfigError if it has other CPU devices.
     """
     started = jax.local_device_count()
     if jax.default_backend() == "cpu" and started != devices:

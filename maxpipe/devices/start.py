@@ -88,10 +88,8 @@ def name_machine() -> None:
 
 
 def simulated_share(devices: int) -> int:
-    """Return how many of the simulated devices of all hosts belong to this process.
-
-    Raises:
-      ConfigError: they do not divide over the processes.
+    """Return how many of the simulated devices of all hosts belong to this process; raises
+    ConfigError if they do not divide over the processes.
     """
     count = _processes_of_whole_run()
     if devices % count:

@@ -132,8 +132,6 @@ def _gibibytes(count: int) -> str:
 
 
 class _Full(OSError):
-    """A copy takes more than there is room for."""
-
     def __init__(self, room: int):
         remedy = f"raise this limit, remove old copies, or name another {_CACHE}"
         super().__init__(f"it takes more than the {_gibibytes(room)} that are left; {remedy}")
@@ -226,7 +224,6 @@ def shown(suffixes: Sequence[str]) -> str:
 
 
 def _some(names: Sequence[str], place: str) -> str:
-    """Return the first names, below a place, of what may be many."""
     first = ", ".join(os.path.relpath(name, place) for name in sorted(names)[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     return f"{first} and {more:,} more" if more > 0 else first

@@ -46,8 +46,6 @@ _HUB_ERRORS = {
 
 
 class LocalFile:
-    """A file that is mapped into memory."""
-
     block_size = 0
 
     def __init__(self, path: Path):
@@ -181,7 +179,6 @@ class StoreFolder:
 
     @cached_property
     def _files(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return name -> the store's facts about the file."""
         with explained(self._url, self._key):
             listed = self._store.ls(self._url, detail=True)
         return {

@@ -68,10 +68,8 @@ class Deadline:
         self._last_sign = time.monotonic()
 
     def wait(self, request: Callable[..., Answer], *words: object, **options: object) -> Answer:
-        """Return the answer to a request, a function that runs in a thread of its own.
-
-        Raises:
-          StoreSilent: it has neither ended nor made progress in time; its thread is left alone.
+        """Return the answer to a request, a function that runs in a thread of its own; raises
+        StoreSilent if it has neither ended nor made progress in time; its thread is left alone.
         """
         if not self._seconds:
             return request(*words, **options)

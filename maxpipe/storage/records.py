@@ -78,5 +78,4 @@ def _shaped(value: Any, shape: Any) -> Any:
 
 @cache
 def _kinds(shape: type) -> dict[str, Any]:
-    """Return the types of the fields of a dataclass or named tuple."""
     return get_type_hints(shape)

@@ -99,7 +99,6 @@ def _writing(flag: str, target: Path) -> Iterator[None]:
 
 
 def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer | None:
-    """Return the tokenizer of a run; None, with a warning, if it is no longer there."""
     try:
         return find_tokenizer(None, config, record.meta, store)
     except ConfigError as error:

@@ -65,7 +65,6 @@ def check_inputs(loaded: Loaded) -> None:
 
 
 def _check_beginning(config: Config, resume: str, store: StepsDirectory) -> None:
-    """Check what a run starts from that has no checkpoint to continue from."""
     if step_to_resume(resume, store.steps(), str(store)) is None and config.init_from:
         if split_scheme(config.init_from)[0] not in (RUN, MAXTEXT):
             read_shape(config.init_from, "init_from")

@@ -243,7 +243,6 @@ def _floats(metrics: Metrics) -> dict[str, float]:
 
 @jax.jit
 def _sum(x: jax.Array) -> jax.Array:
-    """Return the sum of an array over all processes, in its dtype."""
     return x.sum()
 
 

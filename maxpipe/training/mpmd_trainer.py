@@ -383,7 +383,6 @@ def _check_agreement(engine: MpmdEngine) -> None:
 
 
 def _place(x: HostArray, sharding: NamedSharding) -> jax.Array:
-    """Copy to a stage an array that every process has in full."""
     assert isinstance(sharding.mesh, Mesh)
     if not is_here(sharding.mesh):
         return absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))

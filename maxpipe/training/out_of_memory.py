@@ -32,7 +32,6 @@ def explanation(error: Exception, written: Config, config: Config, mesh: Mesh) -
 
 
 def _sizes(message: str, device: jax.Device) -> str:
-    """Return what was asked for and what there is; "" if an error is about something else."""
     if program := out_of_memory(message):
         return f"the program needs {size(program.needed)} of {size(program.available)} on a device"
     if not (request := _REQUEST.search(message)):

@@ -97,10 +97,8 @@ def continue_loader(
 def check_continuity(
     directory: RunDirectory, fingerprint: DataFingerprint, meta: Meta, place: str
 ) -> list[Change]:
-    """Return the allowed changes since a checkpoint at `place`, keys first, then data.
-
-    Raises:
-      ConfigError: something differs that must not, unless `checkpoint.accept_changes` names it.
+    """Return the allowed changes since a checkpoint at `place`, keys first, then data; raises
+    ConfigError if something differs that must not, unless `checkpoint.accept_changes` names it.
     """
     changed = directory.check(meta, place)
     saved = meta.get(FINGERPRINT)

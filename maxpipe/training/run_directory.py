@@ -169,7 +169,6 @@ def _explained(action: str) -> Iterator[None]:
 
 
 def _metas(store: StepStore, steps: Sequence[int]) -> Iterator[Meta]:
-    """Yield the metadata of readable records with a configuration, newest first."""
     for step in reversed(steps):
         with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
             meta = store.record(step).meta
@@ -192,7 +191,6 @@ def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:
 
 
 def _replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files into a directory, and remove others that an earlier start has left there."""
     if contents:
         directory.mkdir(exist_ok=True)
     for name, content in contents.items():

@@ -199,7 +199,6 @@ def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[N
 
 @contextmanager
 def _owned(config: Config) -> Iterator[RunLease]:
-    """Let process 0 own the run's directory and mirror for all processes."""
     with ExitStack() as stack:
         lease = RunLease()
         if jax.process_index() == 0:
@@ -323,7 +322,6 @@ def start_session(
 
 
 def _first_state(trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
-    """Return the state before the first step, with the weights of `init_from` if there are any."""
     config, weights = directory.config, None
     if config.init_from:
         from maxpipe.training.initial_weights import open_weights, with_adapters, with_progress

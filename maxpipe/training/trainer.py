@@ -258,7 +258,6 @@ class SpmdTrainer(Trainer[TrainState]):
     # reshape while `stage` splits the dimension that it splits on disk.
 
     def _to_host(self, leaf: jax.Array, is_layer: bool, like: jax.ShapeDtypeStruct) -> HostArray:
-        """Return a leaf as on disk; it is on the host before the next one is converted."""
         join = self._program(self._join, like.sharding, like.sharding)
         return to_host(join(leaf) if is_layer else leaf)
 
