@@ -1,32 +1,27 @@
 """The command `maxpipe.evaluate` as far as it needs no lm-eval."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from maxpipe.evaluate import main
 
 
-def _error(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def _error(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
     return capsys.readouterr().err
 
 
-def test_evaluate_without_lm_eval_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_without_lm_eval_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     message = _error(["runs/base", "--tasks", "a"], capsys)
     assert "--tasks: needs lm_eval" in message
     assert "[eval]" in message
 
 
-def test_evaluate_wrong_words_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_wrong_words_are_refused(tmp_path, capsys):
     for words, message in [
         (["runs/base"], "required: --tasks"),
         (["runs/base", "--tasks", "a", "--limit", "-1"], "--limit: must be at least 1; got -1"),

@@ -3,13 +3,12 @@
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.data.chat_template import ChatTemplate, load_chat_template
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.documents import BadDocument
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -36,11 +35,11 @@ LAST_DIFFERS = (
 )
 
 
-def _template(source: str) -> ChatTemplate:
+def _template(source):
     return ChatTemplate(source, (("bos_token", "<s>"), ("eos_token", "</s>")), "the template")
 
 
-def _targets(text: MarkedText) -> list[str]:
+def _targets(text):
     return [text.text[start:end] for start, end in text.spans]
 
 
@@ -50,7 +49,7 @@ MARKED = (
 )
 
 
-def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds() -> None:
+def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds():
     closed = (
         "<s><system>Be brief.</s>\n<user>One?</s>\n<assistant>1</s>\n"
         "<user>Two?</s>\n<assistant>2</s>\n"
@@ -77,14 +76,14 @@ def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds() -> Non
                 assert (rendered.text, _targets(rendered)) == (text, targets)
 
 
-def test_tools_and_calls_reach_the_template_as_json() -> None:
+def test_tools_and_calls_reach_the_template_as_json():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é", "n": 1}]}
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
     rendered = _template(source).render([call], [{"name": "<f>"}])
     assert rendered.text == '[{"name": "<f>"}][{"name": "é", "n": 1}]'
 
 
-def test_conversation_that_a_template_refuses_is_a_bad_document() -> None:
+def test_conversation_that_a_template_refuses_is_a_bad_document():
     adding = (
         "{% for m in messages %}{% if m.content == 'stop' %}{{ raise_exception('no stops') }}"
         "{% endif %}{{ m.role + m.content }}{% endfor %}"
@@ -101,7 +100,7 @@ def test_conversation_that_a_template_refuses_is_a_bad_document() -> None:
             _template(source).render(messages, None)
 
 
-def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
+def test_turns_that_change_when_others_follow_ask_for_marks():
     assert _targets(_template(LAST_DIFFERS).render(TALK[:3], None)) == ["<assistant><think>1"]
     reason = r"^data\.chat_template: the template lays out message 3, .*\{% generation %\}"
     with pytest.raises(ConfigError, match=reason) as error:
@@ -109,7 +108,7 @@ def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
 
 
-def test_turn_of_weight_0_is_not_learned() -> None:
+def test_turn_of_weight_0_is_not_learned():
     for source, learned in [(CLOSED, "2</s>\n"), (MARKED, "2")]:
         talk = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
         assert _targets(_template(source).render(talk, None)) == [learned]
@@ -121,7 +120,7 @@ def test_turn_of_weight_0_is_not_learned() -> None:
             _template("{% generation %}{% endgeneration %}" + MARKED).render(talk, None)
 
 
-def test_date_of_a_template_is_that_of_its_run() -> None:
+def test_date_of_a_template_is_that_of_its_run():
     source = "{{ strftime_now('%d %b %Y') }}" + CLOSED
     template = ChatTemplate(source, (), "t", date="2024-07-26")
     assert template.render(TALK, None).text.startswith("26 Jul 2024<")
@@ -130,13 +129,13 @@ def test_date_of_a_template_is_that_of_its_run() -> None:
             load_chat_template("chatml", "byte", date=date)
 
 
-def _folder(directory: Path, **config: object) -> str:
+def _folder(directory, **config):
     (directory / "tokenizer.json").touch()
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return str(directory)
 
 
-def test_tokenizers_own_template_comes_from_its_files(tmp_path: Path) -> None:
+def test_tokenizers_own_template_comes_from_its_files(tmp_path):
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "of a list"}]
     folder = _folder(tmp_path, chat_template=named, eos_token={"content": "</s>"}, bos_token=None)
     template = load_chat_template("", folder)
@@ -149,7 +148,7 @@ def test_tokenizers_own_template_comes_from_its_files(tmp_path: Path) -> None:
     assert load_chat_template(str(tmp_path / "mine.jinja"), folder).source == "mine"
 
 
-def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) -> None:
+def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path):
     marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
     sources = {
         "default": f"\n plain {marked} {{{{ documents is none }}}}\n  ",
@@ -163,7 +162,7 @@ def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) 
     assert template.render(talk, None).text == "\n plain a True\n  "
 
 
-def test_missing_or_unusable_template_is_named(tmp_path: Path) -> None:
+def test_missing_or_unusable_template_is_named(tmp_path):
     for template in [None, ["a"], [{"name": "rag", "template": "no"}]]:
         folder = _folder(tmp_path, eos_token="</s>", chat_template=template)
         with pytest.raises(ConfigError, match=r"no chat template of its own: data\.chat_template="):

@@ -1,7 +1,5 @@
 """Documents of files, the split into training and evaluation, and the framing of documents."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -18,11 +16,11 @@ from maxpipe.data.documents import (
 from maxpipe.data.tokenizers import load_tokenizer
 
 
-def _documents(count: int) -> list[str]:
+def _documents(count):
     return [f"document {i}" for i in range(count)]
 
 
-def test_split_documents_puts_each_in_exactly_one_split() -> None:
+def test_split_documents_puts_each_in_exactly_one_split():
     for fraction in [0.001, 0.1, 0.5]:
         for count in [2, 3, 50, 4000]:
             documents = _documents(count)
@@ -36,7 +34,7 @@ def test_split_documents_puts_each_in_exactly_one_split() -> None:
     assert [after[i] for i in range(len(before))] == [before[i] for i in range(len(before))]
 
 
-def test_split_that_would_be_empty_is_refused(tmp_path: Path) -> None:
+def test_split_that_would_be_empty_is_refused(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
         open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
@@ -48,7 +46,7 @@ def test_split_that_would_be_empty_is_refused(tmp_path: Path) -> None:
             split_documents(_documents(1), split, 0.1)
 
 
-def test_open_documents_sources_without_path_open() -> None:
+def test_open_documents_sources_without_path_open():
     for source in SOURCES:
         template = "chatml" if SOURCES[source].is_chat else ""
         config = DataConfig(source=source, chat_template=template)
@@ -62,12 +60,12 @@ def test_open_documents_sources_without_path_open() -> None:
 BOS, EOS = 256, 257
 
 
-def _encode(document: str | np.ndarray) -> np.ndarray:
+def _encode(document):
     return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0].ids
 
 
-def test_encoded_documents_are_framed() -> None:
-    cases: list[tuple[str | np.ndarray, list[int]]] = [
+def test_encoded_documents_are_framed():
+    cases = [
         ("hé", [BOS, ord("h"), 0xC3, 0xA9, EOS]),
         *((np.array([5, 6], dtype), [BOS, 5, 6, EOS]) for dtype in ("u2", "u4", "u8", "i8")),
         (np.array([BOS, 5, EOS]), [BOS, 5, EOS]),  # framed already
@@ -78,14 +76,14 @@ def test_encoded_documents_are_framed() -> None:
         assert (ids.tolist(), ids.dtype) == (expected, np.int32)
 
 
-def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_spans() -> None:
+def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_spans():
     document = MarkedText("aébc", ((1, 2), (3, 4)))
     ids, weights = EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0]
     assert ids.tolist() == [ord("a"), 0xC3, 0xA9, ord("b"), ord("c")]
     assert weights.tolist() == [0, 1, 1, 0, 1]
 
 
-def test_encoded_documents_that_do_not_fit_the_tokenizer_raise() -> None:
+def test_encoded_documents_that_do_not_fit_the_tokenizer_raise():
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
         _encode(np.array([5, 300]))
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):

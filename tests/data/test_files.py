@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from maxpipe.data.files import find_all, find_files, require_content
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.txt", "sub/d.jsonl", ".hidden/e.txt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -24,14 +22,14 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _names(paths: list[str], root: Path) -> list[str]:
+def _names(paths, root):
     return [os.path.relpath(path, root) for path in paths]
 
 
 TEXTS = ["a.txt", "b.txt", "sub/c.txt"]
 
 
-def test_find_files_path_may_be_file_directory_glob_or_list(tree: Path) -> None:
+def test_find_files_path_may_be_file_directory_glob_or_list(tree):
     for path, expected in (
         (f"{tree}/b.txt", ["b.txt"]),
         (f"{tree}", [*TEXTS, "sub/d.jsonl"]),
@@ -44,7 +42,7 @@ def test_find_files_path_may_be_file_directory_glob_or_list(tree: Path) -> None:
     assert _names(find_files(f"{tree}/[v1]"), tree) == ["[v1]/c.txt", "[v1]/d.jsonl"]
 
 
-def test_find_files_refuses_a_link_to_nothing_unless_it_looks_for_others(tree: Path) -> None:
+def test_find_files_refuses_a_link_to_nothing_unless_it_looks_for_others(tree):
     (tree / "lost.bin").symlink_to(tree / "gone")
     assert _names(find_files(f"{tree}", (".txt",)), tree) == TEXTS
     (tree / "sub" / "lost.txt").symlink_to(tree / "gone")
@@ -54,9 +52,7 @@ def test_find_files_refuses_a_link_to_nothing_unless_it_looks_for_others(tree: P
             find_files(f"{tree}/{part}", (".txt",))
 
 
-def test_find_files_reads_what_it_can_and_names_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_find_files_reads_what_it_can_and_names_the_others(tmp_path, capsys):
     shards = ["E.JSONL", "a.jsonl", "b.jsonl.gz", "c.json.gz", "d.ndjson", "f.jsonl.zstd"]
     for name in (*shards, "b.jsonl", "README.md", ".hidden", "state.json"):
         (tmp_path / name).write_text("{}")
@@ -68,9 +64,7 @@ def test_find_files_reads_what_it_can_and_names_the_others(
     assert doubles.startswith(f"{tmp_path}: b.jsonl also with another ending: all are read")
 
 
-def test_find_files_reads_what_links_lead_to_once_and_under_their_names(
-    tree: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_find_files_reads_what_links_lead_to_once_and_under_their_names(tree, tmp_path_factory):
     (tree / "latest").symlink_to(tree / "sub")
     (tree / "sub" / "loop").symlink_to(tree)
     (tree / "sub" / "again").symlink_to(tree)  # two loops have a number of paths without bounds
@@ -92,12 +86,10 @@ def test_find_files_reads_what_links_lead_to_once_and_under_their_names(
     ]
 
 
-def test_find_files_names_a_directory_that_it_may_not_read(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_files_names_a_directory_that_it_may_not_read(tree, monkeypatch):
     scandir = os.scandir
 
-    def refusing(name: str) -> Any:
+    def refusing(name):
         if str(name).endswith(("lost+found", "sub")):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
         return scandir(name)
@@ -110,7 +102,7 @@ def test_find_files_names_a_directory_that_it_may_not_read(
     assert _names(find_files(f"{tree}", (".txt",)), tree) == TEXTS[:2]
 
 
-def test_find_files_names_every_part_without_file_and_what_is_empty(tree: Path) -> None:
+def test_find_files_names_every_part_without_file_and_what_is_empty(tree):
     with pytest.raises(ConfigError) as caught:
         find_files(f"{tree}/a.txt,{tree}/none.txt,{tree}/*.csv")
     for problem, name in zip(caught.value.problems, ("none.txt", "*.csv"), strict=True):
@@ -125,7 +117,7 @@ def test_find_files_names_every_part_without_file_and_what_is_empty(tree: Path) 
         require_content([str(tree / "empty.bin"), str(tree / "a.txt")])
 
 
-def test_find_all_returns_positions_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_all_returns_positions_across_blocks(monkeypatch):
     for block in [1, 3, 100]:
         monkeypatch.setattr(files, "_BLOCK", block)
         assert find_all(np.array([7, 1, 7, 7, 0, 2, 7]), 7).tolist() == [0, 2, 3, 6]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer
 from maxpipe.config import Config, replace
 from maxpipe.config.errors import ConfigError
 from maxpipe.data.loader import (
-    Loader,
     make_loader,
     moved_state,
     open_tokenizer,
@@ -28,13 +26,13 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Make:
+def make_config(tmp_path):
     """Return what configures training on 23 texts of many lengths, all different if not empty."""
     for i in range(23):
         text = "".join(chr(97 + (i + j) % 26) for j in range(i * i % 37))
         (tmp_path / f"{i:02}.txt").write_text(text)
 
-    def make(batch: int = 4, length: int = 16, **data: object) -> Config:
+    def make(batch=4, length=16, **data):
         values = {"source": "text", "path": str(tmp_path / "*.txt"), "eval_fraction": 0.0}
         values |= {"global_batch_size": batch, "sequence_length": length, **data}
         return replace(Config(), **{f"data.{key}": value for key, value in values.items()})
@@ -42,7 +40,7 @@ def make_config(tmp_path: Path) -> Make:
     return make
 
 
-def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+def _take(loader, count):
     batches, states = [], []
     for _ in range(count):
         batches.append(next(loader))
@@ -53,7 +51,7 @@ def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch", [4, 40])
-def test_loader_resumes_from_every_state(make_config: Make, batch: int, packing: bool) -> None:
+def test_loader_resumes_from_every_state(make_config, batch, packing):
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
     config = make_config(batch=batch, packing=packing)
     loader = make_loader(config, "train", range(batch))
@@ -73,7 +71,7 @@ def test_loader_resumes_from_every_state(make_config: Make, batch: int, packing:
 PARTS = [range(3), range(3, 6), range(0, 6, 2), range(1, 6, 2), [5], range(5)]
 
 
-def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config: Make) -> None:
+def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config):
     config = make_config(batch=6)
     batches, states = _take(make_loader(config, "train", range(6)), 6)
     for rows in PARTS:
@@ -88,16 +86,14 @@ def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config: 
     np.testing.assert_equal(loaded_states, states[2:])
 
 
-def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Path) -> None:
+def test_make_loader_state_of_other_data_raises(make_config, tmp_path):
     state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
     for change in ({"batch": 5}, {"path": f"{tmp_path}/10.txt,{tmp_path}/11.txt"}):
         with pytest.raises(ConfigError, match="does not fit"):
             make_loader(make_config(**change), "train", range(4), state)
 
 
-def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(
-    tmp_path: Path, make_config: Make
-) -> None:
+def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(tmp_path, make_config):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "abc"}\nnot json\n')
     data = {"source": "jsonl", "path": str(path), "shuffle": False}
@@ -112,9 +108,7 @@ def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(
         loader.close()
 
 
-def test_loader_of_changed_data_continues_from_a_moved_state(
-    make_config: Make, tmp_path: Path
-) -> None:
+def test_loader_of_changed_data_continues_from_a_moved_state(make_config, tmp_path):
     before = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
     assert moved_state(before, 9, 9) is before
     moved = moved_state(before, 9, 7)
@@ -149,7 +143,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_ignore_signals_and_end_with_parent(tmp_path: Path) -> None:
+def test_workers_ignore_signals_and_end_with_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -160,7 +154,7 @@ def test_workers_ignore_signals_and_end_with_parent(tmp_path: Path) -> None:
     assert parent.stdout == b"still loading\n"
 
 
-def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -> None:
+def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path):
     stored = Tokenizer.from_file(str(write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)))
     num_own = stored.get_vocab_size()
     stored.add_special_tokens(["<image>", "<audio>"])

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.data.documents import Encoded
-from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
+from maxpipe.data.rows import DocumentOrder, RowStream, empty_batch, fill_row
 
 PAD = -1
 
 
-def _framed(lengths: list[int]) -> list[np.ndarray]:
+def _framed(lengths):
     """Return ids that name document and position: 1000 * document + position."""
     return [1000 * i + np.arange(n + 2 if n else 0, dtype=np.int32) for i, n in enumerate(lengths)]
 
 
-def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> list[RowStream]:
+def _streams(documents, batch, shuffle=True):
     n = len(documents)
     encoded = [Encoded(ids, ids % 2 + 1.0) for ids in documents]
     order = DocumentOrder(n, seed=0, shuffle=shuffle)
@@ -25,7 +25,7 @@ def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> l
     return [RowStream(encoded, order, batch, state) for state in states]
 
 
-def _next_batch(streams: list[RowStream], length: int, packing: bool = True) -> Batch:
+def _next_batch(streams, length, packing=True):
     batch = empty_batch(len(streams), length, PAD)
     for row, stream in enumerate(streams):
         fill_row(batch, row, stream, packing)
@@ -39,9 +39,7 @@ BATCH, LENGTH = st.integers(1, 6), st.integers(1, 20)
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=FULL, batch=BATCH, length=LENGTH)
-def test_row_streams_visit_every_pair_once_per_epoch(
-    lengths: list[int], batch: int, length: int
-) -> None:
+def test_row_streams_visit_every_pair_once_per_epoch(lengths, batch, length):
     documents = _framed(lengths)
     seen = []
     for stream in _streams(documents, batch):
@@ -55,9 +53,7 @@ def test_row_streams_visit_every_pair_once_per_epoch(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, batch=BATCH, length=LENGTH)
-def test_fill_row_packing_fills_rows_without_crossing_documents(
-    lengths: list[int], batch: int, length: int
-) -> None:
+def test_fill_row_packing_fills_rows_without_crossing_documents(lengths, batch, length):
     streams = _streams(_framed(lengths), batch)
     for _ in range(4):
         rows = _next_batch(streams, length)
@@ -78,7 +74,7 @@ def test_fill_row_packing_fills_rows_without_crossing_documents(
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, length=LENGTH)
-def test_fill_row_without_packing_holds_one_document(lengths: list[int], length: int) -> None:
+def test_fill_row_without_packing_holds_one_document(lengths, length):
     documents = _framed(lengths)
     full = [i for i, n in enumerate(lengths) if n]
     streams = _streams(documents, batch=1, shuffle=False)
@@ -97,7 +93,7 @@ def test_fill_row_without_packing_holds_one_document(lengths: list[int], length:
         assert {name: array[0].tolist() for name, array in row.items()} == expected
 
 
-def test_document_order_epoch_is_permutation() -> None:
+def test_document_order_epoch_is_permutation():
     for shuffle in [False, True]:
         for count in [1, 2, 7, 1000]:
             order = DocumentOrder(count, seed=3, shuffle=shuffle)
@@ -105,10 +101,10 @@ def test_document_order_epoch_is_permutation() -> None:
                 assert sorted(order(epoch, i) for i in range(count)) == list(range(count))
 
 
-def test_document_order_of_saved_runs_never_changes() -> None:
+def test_document_order_of_saved_runs_never_changes():
     """A saved position refers to this order: with another, documents would repeat or be lost."""
 
-    def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+    def visit(seed, epoch, shuffle=True):
         order = DocumentOrder(10, seed, shuffle)
         return [order(epoch, i) for i in range(10)]
 

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +22,11 @@ from maxpipe.data.tokenizers import (
 TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
 
-def _make(directory: Path, specials: list[str]) -> Path:
+def _make(directory, specials):
     return write_byte_pairs(directory, TEXT, specials, size=300)
 
 
-def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) -> None:
+def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path):
     for single, begin in [("", []), ("<s> $A", [0]), ("<s> $A </s>", [0])]:
         (folder := tmp_path / f"of {single}".replace("/", "")).mkdir()
         path = _make(folder, ["<s>", "</s>"])
@@ -47,12 +45,12 @@ def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) 
         assert documents[0].ids.tolist() == [*begin, *ids, 1]
 
 
-def test_files_next_to_a_tokenizer_name_its_special_tokens(tmp_path: Path) -> None:
+def test_files_next_to_a_tokenizer_name_its_special_tokens(tmp_path):
     path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>", "<s>"])
     mapped = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "pad_token": "<c>"}
-    added: dict[str, object] = {"added_tokens_decoder": {}}
+    added = {"added_tokens_decoder": {}}
     listed = {"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"}
-    names: list[tuple[dict[str, Any] | None, dict[str, Any] | None, object]] = [
+    names = [
         (None, None, (4, 3, 3)),  # all have common names
         (listed, None, (0, 1, 2)),
         ({"bos_token": "<a>", "add_bos_token": False, "eos_token": "<c>"}, None, (None, 2, 2)),
@@ -74,7 +72,7 @@ def test_files_next_to_a_tokenizer_name_its_special_tokens(tmp_path: Path) -> No
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == expected
 
 
-def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_refused(tmp_path):
     path = _make(tmp_path, ["<s>", "</s>"])
     config = tmp_path / "tokenizer_config.json"
     for content, message in [
@@ -96,7 +94,7 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
             load_tokenizer(str(tmp_path / name))
 
 
-def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path) -> None:
+def test_stored_cutting_and_padding_are_not_obeyed(tmp_path):
     path = _make(tmp_path, ["<s>", "</s>"])
     ids = load_tokenizer(str(path)).encode(TEXT).tolist()
     for is_cut in [True, False]:
@@ -114,7 +112,7 @@ def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_byte_tokenizer_any_text_round_trips(text: str) -> None:
+def test_byte_tokenizer_any_text_round_trips(text):
     tokenizer = load_tokenizer("byte")
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
@@ -122,7 +120,7 @@ def test_byte_tokenizer_any_text_round_trips(text: str) -> None:
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]) == text
 
 
-def _byte_level(path: Path, **options: bool) -> Any:
+def _byte_level(path, **options):
     """Return a tokenizer of bytes with a token of its own, "jümps"."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
@@ -139,7 +137,7 @@ def _byte_level(path: Path, **options: bool) -> Any:
     return load_tokenizer(str(path))
 
 
-def test_bytes_of_a_text_add_up_exactly_or_are_not_told(tmp_path: Path) -> None:
+def test_bytes_of_a_text_add_up_exactly_or_are_not_told(tmp_path):
     text = "the quick für 🙂 fox\n\n  jümps over"
     for tokenizer in (
         _byte_level(tmp_path / "tokenizer.json", add_prefix_space=False),
@@ -156,7 +154,7 @@ def test_bytes_of_a_text_add_up_exactly_or_are_not_told(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "plain.json")).token_bytes is None
 
 
-def test_plain_ids_are_written_as_numbers() -> None:
+def test_plain_ids_are_written_as_numbers():
     tokenizer = load_tokenizer("ids:32")
     ids = tokenizer.encode("3 1\n30")
     assert (ids.dtype, ids.tolist()) == (np.int32, [3, 1, 30])

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +9,24 @@ from helpers.runs import write_config
 
 import maxpipe
 from maxpipe.evaluate import main
-from maxpipe.generate.text import Options
 
 WINDOW = 32  # data.sequence_length of the run
 BOS = 256
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _needs_eval() -> None:
+def _needs_eval():
     pytest.importorskip("lm_eval", reason="needs the extra `eval`")
 
 
-def of_run(*arguments: Any) -> Any:
+def of_run(*arguments):
     from maxpipe.generate.lm_eval_model import ModelOfRun
 
     return ModelOfRun(*arguments)
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory):
     words = write_config(tmp_path_factory.mktemp("run"), steps=2, checkpoint="{every: 2}")
     words += ["mesh.simulated_devices=8", "mesh.ici.stage=1", "mesh.ici.fsdp=8"]
     run = maxpipe.Run(maxpipe.load_config(*words, "model.num_layers=2"))
@@ -37,17 +35,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(run_dir: Path) -> maxpipe.Model:
+def model(run_dir):
     return maxpipe.load_model(run_dir)
 
 
-def _request(*arguments: Any) -> Any:
+def _request(*arguments):
     from lm_eval.api.instance import Instance
 
     return Instance(request_type="", doc={}, arguments=arguments, idx=0)
 
 
-def _direct(model: maxpipe.Model, context: list[int], scored: list[int]) -> tuple[float, bool]:
+def _direct(model, context, scored):
     """Return log-likelihood and whether it is greedy, from the logits of the whole text."""
     ids = [*context, *scored]
     logits = np.asarray(model.logits([ids[:-1]]), np.float64)[0, len(context) - 1 :]
@@ -56,11 +54,11 @@ def _direct(model: maxpipe.Model, context: list[int], scored: list[int]) -> tupl
     return score, logits.argmax(-1).tolist() == scored
 
 
-def _bytes(text: str) -> list[int]:
+def _bytes(text):
     return list(text.encode())
 
 
-def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
+def test_loglikelihood_is_that_of_the_logits(model):
     expected = [
         _direct(model, [BOS, *_bytes("def f(")], _bytes("x):")),
         _direct(model, [BOS], _bytes("import os")),
@@ -80,7 +78,7 @@ def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
     assert answer == (pytest.approx(_direct(model, ids, [best])[0], rel=1e-5), True)
 
 
-def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> None:
+def test_rolling_loglikelihood_scores_each_token_once(model):
     text = "".join(chr(97 + i * i % 26) for i in range(50))
     scores = of_run(model).loglikelihood_rolling([_request(text), _request("ab")])
     ids = _bytes(text)
@@ -90,7 +88,7 @@ def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> N
     assert scores == pytest.approx([first + rest, _direct(model, [BOS], _bytes("ab"))[0]], rel=1e-5)
 
 
-def test_generate_until_writes_what_the_model_does_up_to_the_end(model: maxpipe.Model) -> None:
+def test_generate_until_writes_what_the_model_does_up_to_the_end(model):
     written = model.generate("def f(", max_tokens=40, temperature=0)  # longer than it sees
     lm = of_run(model)
     whole = {"until": None, "max_new_tokens": 40, "num_beams": 1, "temperature": 0.0}
@@ -113,12 +111,10 @@ def test_generate_until_writes_what_the_model_does_up_to_the_end(model: maxpipe.
             lm.generate_until([_request("a", {**common, **options})])
 
 
-def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
-    model: maxpipe.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(model, monkeypatch):
     prompts = []
 
-    def stream(prompt: list[int], options: Options) -> list[str]:
+    def stream(prompt, options):
         prompts.append((prompt, options.max_tokens))
         return ["answer"]
 
@@ -129,7 +125,7 @@ def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
     assert prompts == [(_bytes(context)[-kept:], n) for n, kept in cases]
 
 
-def _write_tasks(directory: Path) -> None:
+def _write_tasks(directory):
     rows = [{"question": f"q{i}", "choices": ["x", "yy"], "answer": i % 2} for i in range(6)]
     data = directory / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -147,13 +143,7 @@ def _write_tasks(directory: Path) -> None:
     )
 
 
-def test_command_prints_the_table_of_local_tasks(
-    run_dir: Path,
-    model: maxpipe.Model,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_command_prints_the_table_of_local_tasks(run_dir, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     _write_tasks(tmp_path)
     words = [str(run_dir), "--tasks", "choose_locally,re*_locally", "--include", str(tmp_path)]
@@ -175,13 +165,8 @@ def test_command_prints_the_table_of_local_tasks(
     assert bits == pytest.approx(nats / np.log(2) / 12, rel=1e-5)
 
 
-def test_command_task_that_fails_or_is_not_known_is_refused(
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def evaluate(*_: object, **__: object) -> None:
+def test_command_task_that_fails_or_is_not_known_is_refused(run_dir, tmp_path, monkeypatch, capsys):
+    def evaluate(*_, **__):
         raise ModuleNotFoundError("No module named 'langdetect'")
 
     _write_tasks(tmp_path)

@@ -5,8 +5,6 @@ import json
 import pickle
 import textwrap
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,18 +16,18 @@ from maxpipe.data.documents import BadDocument, MarkedText, open_documents
 from maxpipe.data.sources.chat import parse
 
 CALL = [{"function": {"name": "f", "arguments": {"x": 1}}}]
-TALKS: list[dict[str, Any]] = [
+TALKS = [
     {"messages": [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]},
     {"messages": [{"role": "assistant", "content": "a\nb", "name": "n"}], "source": "elsewhere"},
 ]
 
 
-def _config(path: Path, **keys: str) -> DataConfig:
+def _config(path, **keys):
     keys = {"chat_template": "chatml", "cache_dir": str(path.parent / "cache"), **keys}
     return DataConfig(source="chat", path=str(path), eval_fraction=0, **keys)
 
 
-def _texts(config: DataConfig) -> list[str]:
+def _texts(config):
     documents = pickle.loads(pickle.dumps(open_documents(config, "train")))
     texts = [documents[i] for i in range(len(documents))]
     assert all(isinstance(text, MarkedText) and text.spans for text in texts)
@@ -42,7 +40,7 @@ EXPECTED = [
 ]
 
 
-def test_chat_reads_conversations_of_every_kind_of_file(tmp_path: Path) -> None:
+def test_chat_reads_conversations_of_every_kind_of_file(tmp_path):
     lines = "".join(json.dumps(talk) + "\n" for talk in TALKS).encode()
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
@@ -51,7 +49,7 @@ def test_chat_reads_conversations_of_every_kind_of_file(tmp_path: Path) -> None:
         assert _texts(_config(tmp_path / name, cache_dir=str(tmp_path / "cache"))) == EXPECTED
 
 
-def test_nulls_within_fields_of_json_lines_stay() -> None:
+def test_nulls_within_fields_of_json_lines_stay():
     call = [{"function": {"name": "f", "arguments": {"unit": None, "a": [None, 1]}}}]
     tools = [{"name": "f", "parameters": {"unit": {"default": None}}}]
     message = {"role": "assistant", "tool_calls": call}
@@ -59,7 +57,7 @@ def test_nulls_within_fields_of_json_lines_stay() -> None:
     assert parse(json.dumps(talk).encode()) == ([message], tools)
 
 
-def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> None:
+def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path):
     messages = [{"role": "assistant", "tool_calls": CALL}]
     talk = {"messages": messages, "tools": [{"name": "f"}]}
     rows = [talk, {"messages": [{"role": "assistant", "content": "b"}], "tools": None}]
@@ -73,7 +71,7 @@ def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> 
     assert json.loads(texts[1].removeprefix("null")) == rows[1]["messages"]
 
 
-def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path: Path) -> None:
+def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path):
     for source in ["chat", "python_help"]:
         (tmp_path / "a.jsonl").write_text(json.dumps(TALKS[0]))
         config = replace(_config(tmp_path, tokenizer="ids:300"), source=source)
@@ -81,7 +79,7 @@ def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path:
             open_documents(config, "train")
 
 
-def test_line_without_conversation_is_a_bad_document() -> None:
+def test_line_without_conversation_is_a_bad_document():
     for line in [
         b"{",
         b"[]",
@@ -96,7 +94,7 @@ def test_line_without_conversation_is_a_bad_document() -> None:
             parse(line)
 
 
-def test_bad_conversation_is_named_with_its_line_or_row(tmp_path: Path) -> None:
+def test_bad_conversation_is_named_with_its_line_or_row(tmp_path):
     only_asks = {"messages": [{"role": "user", "content": "a"}]}
     twice = {"messages": TALKS[0]["messages"] * 2}  # turns that change when others follow
     (tmp_path / "last.jinja").write_text(
@@ -120,7 +118,7 @@ def test_bad_conversation_is_named_with_its_line_or_row(tmp_path: Path) -> None:
     assert isinstance(documents[0], MarkedText)
 
 
-def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
+def test_parquet_that_holds_no_conversations_is_named(tmp_path):
     for columns, message in (
         (pa.table({"messages": [b"a"]}), ": conversations cannot be JSON: .* bytes"),
         (pa.table({"text": ["a"]}), ' has the columns text; it needs "messages"'),
@@ -130,7 +128,7 @@ def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
             open_documents(_config(tmp_path), "train")
 
 
-def test_python_help_answers_with_docstring_and_arguments() -> None:
+def test_python_help_answers_with_docstring_and_arguments():
     config = DataConfig(source="python_help", chat_template="chatml", eval_fraction=0)
     documents = open_documents(config, "train")
     assert len(documents) > 300

@@ -2,51 +2,45 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.documents import all_of, opened
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Documents
 from maxpipe.data.fingerprint import CHANGED, SourceFiles
 
 TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
 
 
 @pytest.fixture(autouse=True)
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def library(tmp_path, monkeypatch):
     library = pytest.importorskip("datasets", reason="needs the extra `datasets`")
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     library.disable_progress_bars()
     return library
 
 
-def _save(path: Path, columns: dict[str, Any]) -> Path:
+def _save(path, columns):
     from datasets import Dataset
 
     Dataset.from_dict(columns).save_to_disk(str(path))
     return path
 
 
-def _open(path: object, **keys: Any) -> Documents:
+def _open(path, **keys):
     return opened(**{"source": "datasets", "path": path, **keys})
 
 
-def _files(path: object) -> SourceFiles:
+def _files(path):
     return SourceFiles(DataConfig(source="datasets", path=str(path)))
 
 
-def _version(path: object) -> str:
+def _version(path):
     return _files(path).fingerprint.digest
 
 
-def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(
-    tmp_path: Path, library: Any
-) -> None:
+def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(tmp_path, library):
     for name in "ba":
         _save(tmp_path / name, {"text": [name]})
     assert all_of(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
@@ -55,7 +49,7 @@ def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(
     assert [ids.tolist() for ids in all_of(_open(tmp_path / "saved"))] == [[1, 2], [], [3]]
 
 
-def test_datasets_files_of_every_kind_are_read(tmp_path: Path, library: Any) -> None:
+def test_datasets_files_of_every_kind_are_read(tmp_path, library):
     rows = library.Dataset.from_dict({"content": TEXTS})
     for name, write in [
         ("a.jsonl", rows.to_json),
@@ -70,9 +64,7 @@ def test_datasets_files_of_every_kind_are_read(tmp_path: Path, library: Any) -> 
     assert not (tmp_path / "hf").exists()
 
 
-def test_datasets_configuration_and_split_of_a_repository_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_datasets_configuration_and_split_of_a_repository_are_read(tmp_path, monkeypatch):
     files = ""
     for language in ("en", "de"):
         (tmp_path / "repo" / language).mkdir(parents=True)
@@ -91,7 +83,7 @@ def test_datasets_configuration_and_split_of_a_repository_are_read(
         _open(name)
 
 
-def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) -> None:
+def test_datasets_that_cannot_be_used_are_refused(tmp_path, library):
     rows = library.Dataset.from_dict({"text": ["a"]})
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
     assert all_of(_open(tmp_path / "all" / "test")) == ["a"]
@@ -116,7 +108,7 @@ def test_datasets_that_cannot_be_used_are_refused(tmp_path: Path, library: Any) 
             _open(path, column=column)
 
 
-def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
+def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path):
     saved = _save(tmp_path / "a", {"text": TEXTS})
     before = _files(saved).fingerprint
     state = json.loads((saved / "state.json").read_text())
@@ -128,9 +120,7 @@ def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Pa
     assert _files(other).change_since(before) is not None
 
 
-def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_files(
-    tmp_path: Path,
-) -> None:
+def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_files(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "train.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
     before = _files(f"hf:{tmp_path}/a").fingerprint
@@ -148,15 +138,15 @@ OLD, NEW = "0" * 40, "1" * 40  # commits
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[str], None]:
+def hub(tmp_path, monkeypatch, library):
     """Return what sets the commit that the library loads, whatever it is asked for."""
     commit = ""
 
-    def push(name: str) -> None:
+    def push(name):
         nonlocal commit
         commit = name
 
-    def load_dataset(*_: object, **__: object) -> Any:
+    def load_dataset(*_, **__):
         file = tmp_path / commit / "name-train.arrow"
         saved = _save(tmp_path / f"saved-{commit}", {"text": TEXTS})
         file.parent.mkdir(exist_ok=True)
@@ -167,7 +157,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any) -> Callab
     return push
 
 
-def test_datasets_fingerprint_of_the_hub_names_commits(hub: Callable[[str], None]) -> None:
+def test_datasets_fingerprint_of_the_hub_names_commits(hub):
     hub(OLD)
     before = _files("hf:org/name:en").fingerprint
     assert _version(f"hf:org/name@{OLD}:en") == before.digest
@@ -182,9 +172,7 @@ def test_datasets_fingerprint_of_the_hub_names_commits(hub: Callable[[str], None
     assert _files("hf:org/name:en").change_since(before) == (CHANGED, text)
 
 
-def test_datasets_of_another_commit_than_the_revision_names_are_refused(
-    hub: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_datasets_of_another_commit_than_the_revision_names_are_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)  # as without a network
     hub(NEW)
@@ -207,8 +195,8 @@ def test_datasets_of_another_commit_than_the_revision_names_are_refused(
 TALK = [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]
 
 
-def test_datasets_chat_reads_conversations_and_names_bad_rows(tmp_path: Path) -> None:
-    def opened(name: str, columns: dict[str, Any], column: str = "") -> Documents:
+def test_datasets_chat_reads_conversations_and_names_bad_rows(tmp_path):
+    def opened(name, columns, column=""):
         path = _save(tmp_path / name, columns)
         return _open(path, source="datasets_chat", column=column, chat_template="chatml")
 

@@ -3,32 +3,29 @@
 import gzip
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.documents import all_of, opened
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Split
 from maxpipe.data.sources.text import LEAST_PIECES
 
 
-def _texts(path: object, split: Split = "train", source: str = "text", **keys: Any) -> list[str]:
+def _texts(path, split="train", source="text", **keys):
     keys = {"eval_fraction": DataConfig.eval_fraction, "sequence_length": 32, **keys}
     return all_of(opened(source, path, split, **keys))
 
 
-def _both(path: Path) -> list[str]:
+def _both(path):
     return _texts(path) + _texts(path, "eval")
 
 
-def _whole(path: object, source: str = "text", **keys: Any) -> list[str]:
+def _whole(path, source="text", **keys):
     return _texts(path, source=source, eval_fraction=0.0, **keys)
 
 
-def test_text_files_are_read_in_sorted_order_without_empty_ones(tmp_path: Path) -> None:
+def test_text_files_are_read_in_sorted_order_without_empty_ones(tmp_path):
     contents = {
         "c.txt": b"",
         "b.txt.gz": gzip.compress(b"\xef\xbb\xbftwo\r\nor\rthree"),
@@ -45,7 +42,7 @@ def test_text_files_are_read_in_sorted_order_without_empty_ones(tmp_path: Path) 
         _whole(tmp_path / "c.txt")
 
 
-def test_python_stdlib_has_every_module_once() -> None:
+def test_python_stdlib_has_every_module_once():
     texts = _whole("", "python_stdlib")
     assert len(texts) > 300
     assert all(texts)
@@ -57,13 +54,13 @@ def test_python_stdlib_has_every_module_once() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "input.txt"
     path.write_text("".join(f"line {i}: für immer\n" for i in range(5000)), encoding="utf-8")
     return path
 
 
-def test_one_text_file_is_cut_at_ends_of_lines_into_both_splits(file: Path) -> None:
+def test_one_text_file_is_cut_at_ends_of_lines_into_both_splits(file):
     train, held_out = _texts(file), _texts(file, "eval")
     assert len(train) > 10 * len(held_out) > 0
     pieces = train + held_out
@@ -78,7 +75,7 @@ def test_one_text_file_is_cut_at_ends_of_lines_into_both_splits(file: Path) -> N
         _both(file)
 
 
-def test_one_text_file_without_lines_is_cut_between_characters(file: Path) -> None:
+def test_one_text_file_without_lines_is_cut_between_characters(file):
     large = ("€" * 5000, "a" * 3 + "🙂" * 3000, "x" * 9)
     for text in (*large, "héllo", "你好 world", "🙂 hello", "a🙂"):
         file.write_text(text, encoding="utf-8")
@@ -87,7 +84,7 @@ def test_one_text_file_without_lines_is_cut_between_characters(file: Path) -> No
         assert text not in large or len(pieces) >= LEAST_PIECES - 1
 
 
-def test_eval_path_is_all_of_evaluation_and_nothing_is_held_out(file: Path, tmp_path: Path) -> None:
+def test_eval_path_is_all_of_evaluation_and_nothing_is_held_out(file, tmp_path):
     for name in ("v0", "v1"):
         (tmp_path / f"{name}.val").write_text(f"validation {name}")
     values = {"eval_path": str(tmp_path / "*.val")}
@@ -104,7 +101,7 @@ def test_eval_path_is_all_of_evaluation_and_nothing_is_held_out(file: Path, tmp_
 TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 100]
 
 
-def test_jsonl_files_have_a_document_in_each_line_that_is_not_blank(tmp_path: Path) -> None:
+def test_jsonl_files_have_a_document_in_each_line_that_is_not_blank(tmp_path):
     for last in [True, False]:
         for end in ["\n", "\r\n", "\n\n", "\r\n\r\n", "\n \t\n"]:
             for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
@@ -113,7 +110,7 @@ def test_jsonl_files_have_a_document_in_each_line_that_is_not_blank(tmp_path: Pa
             assert _whole(tmp_path, "jsonl") == TEXTS + TEXTS[::-1]
 
 
-def test_jsonl_corrupt_line_is_named_by_its_number_among_blank_ones(tmp_path: Path) -> None:
+def test_jsonl_corrupt_line_is_named_by_its_number_among_blank_ones(tmp_path):
     path = tmp_path / "b.jsonl"
     (tmp_path / "a.jsonl").write_bytes(b"\n\n")
     others = [b"{", b"[1]", b'{"a": 1}', b'{"text": 3}', b'"text"']

@@ -1,7 +1,6 @@
 """Files of token ids, and random ids."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,11 @@ EOS = 257
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 
 
-def _flat(documents: list[list[int]]) -> np.ndarray:
+def _flat(documents):
     return np.array([token for ids in documents for token in [*ids, EOS]], np.uint16)
 
 
-def test_token_files_round_trip_with_and_without_an_index(tmp_path: Path) -> None:
+def test_token_files_round_trip_with_and_without_an_index(tmp_path):
     _flat(DOCUMENTS).tofile(tmp_path / "a.bin")
     # Two ends in a row make no document; tokens after the last end are one.
     np.append(_flat([*DOCUMENTS, []]), np.uint16(11)).tofile(tmp_path / "b.bin")
@@ -31,8 +30,8 @@ def test_token_files_round_trip_with_and_without_an_index(tmp_path: Path) -> Non
     assert len(pickle.dumps(opened("token_bin", tmp_path))) < 100_000  # without the tokens
 
 
-def test_token_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    def refused(message: str) -> None:
+def test_token_files_that_cannot_be_read_are_refused(tmp_path):
+    def refused(message):
         with pytest.raises(ConfigError, match=rf"^data\.path: \S*{message}"):
             opened("token_bin", tmp_path)
 
@@ -50,7 +49,7 @@ def test_token_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         refused(r"a\.npy is ")
 
 
-def test_synthetic_documents_are_in_range_and_stay_what_they_were() -> None:
+def test_synthetic_documents_are_in_range_and_stay_what_they_were():
     short = opened("synthetic", sequence_length=2)
     expected = [[164, 131, 69, 79], [132, 194], [67, 28, 77, 106]]
     assert [np.asarray(short[i]).tolist() for i in range(3)] == expected
