@@ -1,9 +1,6 @@
 """The command: text on the terminal, and errors of bad input."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from helpers.commands import exit_code
@@ -95,15 +92,6 @@ def test_command_bad_input_exits_with_2_and_reason(run_dir, capsys):
         code, out, error = call(capsys, run_dir, *words, prompt=prompt)
         assert (code, out) == (2, "")
         assert message in error
-
-
-@needs_libtpu
-def test_command_writes_no_complaints_of_libtpu(run_dir):
-    # Where the variable is set JAX does not look for TPUs.
-    environment = {name: v for name, v in os.environ.items() if name != "JAX_PLATFORMS"}
-    words = [sys.executable, "-m", "maxpipe.generate", str(run_dir), "--prompt=a", "--max-tokens=1"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert "TPU_" not in done.stderr
 
 
 def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):

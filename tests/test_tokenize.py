@@ -9,7 +9,6 @@ from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
 from maxpipe.data import encoding
 from maxpipe.data.documents import EncodedDocuments, open_documents
-from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
 
 TEXTS = [
@@ -116,18 +115,6 @@ def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypa
     assert "2 of 3 files are there already" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
-
-
-def test_many_parts_are_mapped_once_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "PART_BYTES", 1)
-    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
-    (tmp_path / "a.jsonl").write_text(lines)
-    _map_tokens.cache_clear()
-    assert encode(tmp_path / "a.jsonl", "byte", tmp_path / "tokens", "--workers=1") == 0
-    assert len([*(tmp_path / "tokens").glob("part-*.bin")]) == encoding.MOST_PARTS
-    for _ in range(2):
-        assert len(ids_of("token_bin", tmp_path / "tokens", "byte")) == 300
-    assert _map_tokens.cache_info().misses == encoding.MOST_PARTS
 
 
 def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, monkeypatch, capsys):

@@ -76,13 +76,6 @@ def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds():
                 assert (rendered.text, _targets(rendered)) == (text, targets)
 
 
-def test_tools_and_calls_reach_the_template_as_json():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é", "n": 1}]}
-    source = "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
-    rendered = _template(source).render([call], [{"name": "<f>"}])
-    assert rendered.text == '[{"name": "<f>"}][{"name": "é", "n": 1}]'
-
-
 def test_conversation_that_a_template_refuses_is_a_bad_document():
     adding = (
         "{% for m in messages %}{% if m.content == 'stop' %}{{ raise_exception('no stops') }}"

@@ -4,7 +4,7 @@ import pytest
 from helpers.documents import all_of
 
 from maxpipe.config import ConfigError
-from maxpipe.data.corpus import find_corpus, text_of
+from maxpipe.data.corpus import find_corpus
 
 
 @pytest.fixture
@@ -21,15 +21,6 @@ def test_corpus_of_a_glob_a_directory_and_files_is_the_same(folder):
         corpus = find_corpus(words)
         assert corpus.source == "text"
         assert all_of(corpus.open()) == ["first\n", "second\n"]
-
-
-def test_token_ids_of_parquet_files_are_no_texts(tmp_path):
-    pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
-    pq = pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.table({"tokens": [[1, 2], [3]]}), tmp_path / "a.parquet")
-    documents = find_corpus([str(tmp_path)], cache_dir=str(tmp_path / "cache")).open()
-    with pytest.raises(ConfigError, match=r"^FILES: document 1 holds token ids already; give te"):
-        text_of(documents, 1)
 
 
 def test_corpus_that_cannot_be_used_names_the_argument(folder):

@@ -53,13 +53,6 @@ def test_show_exit_code(words, code, said, capsys):
     assert said in " ".join((captured.err if code else captured.out).split()) + " "
 
 
-def test_show_of_random_ids_prints_their_numbers(capsys):
-    words = ["data.source=synthetic", "model.vocab_size=4", "data.sequence_length=8"]
-    main(["show", "configs/base.yml", *words, "--rows=1", "--seconds=0.05"])
-    line = next(line for line in capsys.readouterr().out.splitlines() if "segment 1" in line)
-    assert {*line.partition("'")[2].rstrip("'").split()} <= {"0", "1", "2"}
-
-
 def test_show_marks_what_is_learned_of_a_conversation(tmp_path, capsys):
     talk = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two\nthree"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))

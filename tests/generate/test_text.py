@@ -68,14 +68,3 @@ def test_text_stream_runs_of_bytes_come_character_by_character(byte_fallback):
     stream = TextStream(byte_fallback, [a])
     added = [stream.add(token) for token in (byte_fallback.eos_id, space, b)]
     assert added == ["", " ", "b"]
-
-
-def test_text_stream_decodes_few_tokens_at_a_time(byte_fallback, monkeypatch):
-    ids, lengths = byte_fallback.encode(f"a {SMILE}b\n" * 20).tolist(), []
-    stream = TextStream(byte_fallback, ids[:1])
-    decode = byte_fallback.decode
-    monkeypatch.setattr(
-        byte_fallback, "decode", lambda ids: lengths.append(len(ids)) or decode(ids)
-    )
-    assert "".join(map(stream.add, ids[1:])) == f" {SMILE}b\n" + f"a {SMILE}b\n" * 19
-    assert max(lengths) <= 8

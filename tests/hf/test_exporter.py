@@ -91,12 +91,6 @@ def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, caps
     assert "no tokenizer" not in capsys.readouterr().out
 
 
-def test_export_to_a_url_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        export.main(["runs/base", "--hf", "gs://bucket/model"])
-    assert "--hf: gs://bucket/model is a URL" in capsys.readouterr().err
-
-
 def test_export_has_its_name_when_it_is_complete_and_names_no_python_files(folder, monkeypatch):
     for name in ("config.json", "tokenizer_config.json"):
         change(folder / name, auto_map={"AutoConfig": "configuration_own.OwnConfig"}, kept=7)

@@ -103,14 +103,6 @@ def test_keys_that_are_absent_have_the_defaults_of_the_type():
     assert {key: values[key] for key in expected} == expected
 
 
-def test_dense_model_is_no_mixture():
-    model = resolved("mistral", recorded("mistral")["config"])
-    with pytest.raises(ValueError, match="mixtral has no model"):
-        family_of("mixtral").config(model, LENGTH)
-    with pytest.raises(ValueError, match=r"mistral has no model\.moe"):
-        family_of("mistral").config(resolved("mixtral", recorded("mixtral")["config"]), LENGTH)
-
-
 def test_config_json_that_is_written_means_the_same_model_in_either_dialect():
     for name, (model_type, _) in CASES.items():
         model = resolved(name, recorded(name)["config"])
@@ -155,24 +147,6 @@ def test_what_no_option_expresses_is_refused():
         c = {k: v for k, v in (recorded(name)["config"] | change).items() if v is not None}
         with pytest.raises(ValueError, match=re.escape(message)):
             family_of(name).model(c)
-
-
-def test_query_scale_of_the_head_is_exported_as_a_whole_number():
-    for name in ("gemma2", "gemma3"):
-        for head_dim in (8, 12, 16):
-            c = recorded(name)["config"] | {"head_dim": head_dim}
-            model = resolved(name, c, query_scale=0.0)
-            scalar = family_of(name).config(model, LENGTH)["query_pre_attn_scalar"]
-            assert (type(scalar), scalar) == (int, head_dim)
-
-
-def test_window_that_no_layer_uses_is_exported_as_that_of_the_type():
-    no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}
-    for name in ("gemma2", "gemma3", "olmo3", "gpt_oss"):
-        model = resolved(name, recorded(name)["config"], **no_windows)
-        written = family_of(name).config(model, LENGTH)
-        assert written["sliding_window"] == family_of(name).defaults["sliding_window"], name
-        assert resolved(name, written) == model, name
 
 
 def test_bias_that_training_updates_is_exported_as_one():

@@ -162,30 +162,6 @@ def test_head_that_is_not_the_table_is_untied_and_said(folder):
         HfWeights(tied)
 
 
-def test_file_that_is_read_instead_of_those_of_an_index_is_said(folder):
-    path = folder()
-    config = config_of(path, "mesh.ici.fsdp=4")
-    assert not any("is not" in line for line in HfWeights(config).describe())
-    tensors = {n: np.array(x.read()) for n, x in read_folder(LocalFolder(path)).items()}
-    write_weights(path / "model.safetensors", tensors)
-    assert f"and {INDEX} is not" in HfWeights(config).describe()[-1]
-
-
-def test_every_damaged_file_is_a_problem_of_its_own(folder):
-    path = folder()
-    config = config_of(path, "mesh.ici.fsdp=4")
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError) as caught:
-        HfWeights(config)
-    problems = [(problem.key, problem.message) for problem in caught.value.problems]
-    assert len(problems) == len(files) == 2
-    for (key, message), file in zip(problems, files, strict=True):
-        assert key == "init_from"
-        assert message.startswith(f"{file} is damaged or cut off: ")
-
-
 def full_disk(*arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -20,7 +20,7 @@ from maxpipe.generate import model as generation_model
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders
-from maxpipe.storage.model_folders import HubFolder, LocalFolder, StoreFile
+from maxpipe.storage.model_folders import LocalFolder, StoreFile
 
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
 MODEL = "s3://models/tiny"
@@ -205,9 +205,3 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
     assert "needs huggingface_hub, which is not installed: pip install " in message
-
-
-def test_weights_in_folders_of_a_model_of_the_hub_are_not_its_own(hub, monkeypatch):
-    listed = ["checkpoint-5/model.safetensors", "original/x.safetensors", "x.safetensors"]
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: listed)
-    assert HubFolder("tiny-org/tiny", "init_from").names() == ["x.safetensors"]

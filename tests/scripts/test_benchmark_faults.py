@@ -1,7 +1,6 @@
 """Random faults leave no trace in supervised runs, and the script that injects them can tell."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -83,47 +82,6 @@ def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path):
         ([2.25 * (1 + 5e-6)], 2, [last]),
     ]:
         assert report.loss_differences(whole, write("other", losses), 2, resized) == problems
-
-
-def test_resized_after_is_the_first_step_at_which_the_mesh_changed(capsys):
-    line = "changed since step {}: mesh.ici.data {}\n"
-    output = line.format(80, "2 -> 1") + line.format(40, "1 -> 2")
-    assert faults._resized_after(output) == 40
-    assert faults._resized_after("step 3/400") == float("inf")
-    with pytest.raises(SystemExit):
-        faults.main(["--kinds=SIGKILL,lost host"])
-    assert "'lost host' needs --elastic" in capsys.readouterr().err
-
-
-def test_table_counts_faults_and_moments_of_each_kind():
-    outcomes = [
-        report.Outcome("SIGKILL", "save", 10.0),
-        report.Outcome("SIGKILL", "restart", None),
-        report.Outcome("SIGKILL", "step", 14.0),
-        report.Outcome("slow disk", "step", 3.0),
-    ]
-    rows = [line.split() for line in report.table(outcomes)]
-    assert rows[1:] == [
-        ["SIGKILL", "3", "1", "1", "12.0", "s", "14.0", "s"],
-        ["slow", "disk", "1", "0", "0", "3.0", "s", "3.0", "s"],
-        ["all", "4", "1", "1", "10.0", "s", "14.0", "s"],
-    ]
-
-
-def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(tmp_path):
-    for last, expected in (
-        ((108.0, 11, 5), False),
-        ((111.0, 10, 5), True),
-        ((100.0, 12, 5), True),
-        ((100.0, 10, 7), True),
-    ):
-        usages = [soak.Usage(100.0, 10, 5)] * 3 + [soak.Usage(*last)] * 3
-        assert soak.grows(*soak.ends(usages)) == expected, last
-    before = soak.usage_of(os.getpid())
-    with (tmp_path / "file").open("w"):
-        assert soak.usage_of(os.getpid()).descriptors == before.descriptors + 1
-    assert before.megabytes > 1
-    assert before.threads >= 1
 
 
 def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed():

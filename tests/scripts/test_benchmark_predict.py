@@ -68,13 +68,3 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(predic
         "no prediction: large: does not fit: 20.0 of 14.9 GiB",
         "no prediction: cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2",
     ]
-
-
-def test_predict_names_rows_that_leave_out_what_others_hold_and_the_network(predict):
-    _, printed, _ = predict("first", "mpmd", "mpmd")
-    remark = "unlike others, row 2 and row 3: without optimizer, the bubble is besides the parts"
-    assert remark in printed
-    _, printed, _ = predict("slices")
-    assert printed[-1].endswith(", DCN 6.25 GB/s")
-    with pytest.raises(SystemExit):
-        script.main(["x.yml", "--python", "/nonexistent"])

@@ -72,9 +72,3 @@ def test_loss_curve_that_cannot_be_drawn_exits_with_2(run, capsys):
         assert loss_curve.main([str(directory), str(directory / "loss.svg"), *words]) == 2
         assert message in capsys.readouterr().err
         assert not (directory / "loss.svg").exists()
-
-
-def test_ticks_are_round_numbers():
-    assert loss_curve.ticks(0, 200) == [0, 50, 100, 150, 200]
-    assert loss_curve.ticks(2.4, 5.8) == [3, 4, 5]
-    assert loss_curve.ticks(1, 1.2) == pytest.approx([1, 1.05, 1.1, 1.15, 1.2])

@@ -1,18 +1,13 @@
 """Test the comparisons with MaxText on processes and compilers that answer from a list."""
 
-import json
 import sys
 from dataclasses import asdict
-from types import SimpleNamespace
 
-import jax
 import pytest
-from helpers.hand_timed import CONSTANTS, HLO, mesh
+from helpers.hand_timed import CONSTANTS
 from helpers.scripts import load_script
 
-from maxpipe.compile.prediction.predict import basis_of, time_program
 from maxpipe.config import load, resolve
-from maxpipe.devices.chips import chip_of
 
 compared = load_script("benchmark/compare_maxtext")
 predict = load_script("benchmark/predict_maxtext")
@@ -85,30 +80,3 @@ def test_case_prints_rows_with_ratios_to_maxtext(monkeypatch, capsys):
     assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
     assert "ici_fsdp_parallelism=8" in theirs
     assert ours[:3] == ["python", "-m", "maxpipe.compile"]
-
-
-def test_program_compiled_inside_is_walked_and_reported(monkeypatch, tmp_path):
-    text = (HLO / "step.hlo").read_text(encoding="utf-8")
-    sizes = {"argument": 4, "output": 5, "alias": 4, "temp": 9, "generated_code": 1}
-    memory = SimpleNamespace(
-        **{f"{name}_size_in_bytes": size for name, size in sizes.items()}, peak_memory_in_bytes=12
-    )
-    short = text.replace('"known_trip_count":{"n":"3"}', '"known_trip_count":{"n":"1"}')
-    programs = {
-        name: SimpleNamespace(as_text=lambda hlo=hlo: hlo, memory_analysis=lambda: memory)
-        for name, hlo in (("step", text), ("init", short))
-    }
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: programs[self])
-    module = SimpleNamespace(
-        main=lambda words: [jax.stages.Lowered.compile(name) for name in programs]
-    )
-    monkeypatch.setitem(sys.modules, "fake_maxtext", module)
-    monkeypatch.setattr(predict, "mesh_of", lambda compiled: mesh())
-    monkeypatch.setattr("maxpipe.compile.prediction.predict.compiler_version", lambda: "1.2")
-    file = tmp_path / "report.json"
-    chip = chip_of("v5p")
-    expected = time_program(text, mesh(), chip, basis_of(mesh(), chip)).seconds
-    predict.compile_inside(file, "fake_maxtext", ["base.yml"])
-    content = json.loads(file.read_text())
-    assert content["memory"] == {"temp_bytes": 7}
-    assert content["predicted_step_seconds"] == expected  # of the longest program

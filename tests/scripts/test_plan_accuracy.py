@@ -51,15 +51,3 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(run, tmp_path
     assert [entry["seconds"] for entry in found] == [0.25, 0.5, 0.5]
     with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
         run(*words, "--seed", "2")
-
-
-def test_as_many_candidates_are_drawn_of_each_engine_if_asked_for(run, monkeypatch):
-    monkeypatch.setattr(script, "compile_configuration", lambda text, note: PROOF)
-
-    def drawn(*more):
-        rows = run("--topology", "v6e:2x2", "--count", "8", *more).splitlines()
-        rows = [row for row in rows if " M=" in row]
-        return sum("sequential" in row for row in rows), sum("lockstep_" in row for row in rows)
-
-    assert drawn("--per-engine") == (2, 2)
-    assert drawn()[0] == 1

@@ -120,20 +120,6 @@ def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path):
     assert _files(other).change_since(before) is not None
 
 
-def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_files(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "train.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
-    before = _files(f"hf:{tmp_path}/a").fingerprint
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert _version(f"hf:{tmp_path}/b") == before.digest
-    change = _files(f"hf:{tmp_path}/b::test").change_since(before)
-    assert change is not None
-    assert change[0] == CHANGED
-    (tmp_path / "b" / "train.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
-    change = _files(f"hf:{tmp_path}/b").change_since(before)
-    assert change == (CHANGED, "train.jsonl: new, gone, or with other contents")
-
-
 OLD, NEW = "0" * 40, "1" * 40  # commits
 
 
