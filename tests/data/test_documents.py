@@ -9,7 +9,6 @@ from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
     EncodedDocuments,
     MarkedText,
-    encode_marked,
     open_documents,
     split_documents,
 )
@@ -86,5 +85,3 @@ def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_span
 def test_encoded_documents_that_do_not_fit_the_tokenizer_raise():
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
         _encode(np.array([5, 300]))
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
-        encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))

@@ -12,12 +12,8 @@ from maxpipe.config.printing import print_config
 from maxpipe.data.check import with_steps
 from maxpipe.data.loader import make_loader
 
-ONE_ROW = (
-    "data.global_batch_size=1",
-    "mesh.simulated_devices=1",
-    "mesh.ici.stage=1",
-    "mesh.ici.fsdp=1",
-)
+ONE_ROW = ("data.global_batch_size=1", "mesh.simulated_devices=1", "mesh.ici.stage=1")
+ONE_ROW += ("mesh.ici.fsdp=1",)
 EIGHT_DEVICES = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=8")
 LENGTHS = (5, 70, 33, 1, 118, 64)
 

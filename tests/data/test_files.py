@@ -77,13 +77,8 @@ def test_find_files_reads_what_links_lead_to_once_and_under_their_names(tree, tm
     (elsewhere / "more" / "d.txt").touch()
     (tree / "sub" / "f.txt").symlink_to(tree / "a.txt")
     (tree / "more").symlink_to(elsewhere / "more")
-    assert _names(find_files(f"{tree}", (".txt",)), tree) == [
-        "a.txt",
-        "b.txt",
-        "more/d.txt",
-        "sub/c.txt",
-        "sub/f.txt",
-    ]
+    found = [*TEXTS[:2], "more/d.txt", "sub/c.txt", "sub/f.txt"]
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == found
 
 
 def test_find_files_names_a_directory_that_it_may_not_read(tree, monkeypatch):

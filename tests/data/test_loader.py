@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from maxpipe.data.loader import (
     token_bytes,
     tokenizer_notes,
 )
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture

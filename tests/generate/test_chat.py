@@ -32,7 +32,6 @@ MINE = (
 )
 ONE = [{"role": "user", "content": "One?"}]
 
-
 TINY = (
     *TINY_MODEL,
     *("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1"),
@@ -111,34 +110,20 @@ def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkey
     assert error == "(the oldest turns are forgotten: it reads 256 tokens (data.sequence_length))\n"
 
 
-def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
-    run_dir, tmp_path, capsys, monkeypatch
-):
-    def call(line, is_terminal):
-        stdin = io.StringIO(f"One?\n{line}\nTwo?\n")
-        stdin.isatty = lambda: is_terminal
+def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(run_dir, capsys, monkeypatch):
+    for is_terminal, code, printed in ((True, 0, "> 1\n> > 2\n> "), (False, 2, "1\n")):
+        stdin = io.StringIO(f"One?\n{'a' * 300}\nTwo?\n")
+        stdin.isatty = lambda is_terminal=is_terminal: is_terminal
         monkeypatch.setattr("sys.stdin", stdin)
         prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
-        return *_call(capsys, run, "--chat"), prompts
-
-    run = shutil.copytree(run_dir, tmp_path / "run")
-    template = run / "tokenizer" / "chat_template.jinja"
-    refusal = "{% for m in messages if m.content == 'refused' %}{{ raise_exception('no') }}"
-    template.write_text(refusal + "{% endfor %}" + template.read_text())
-    for line, problem in {
-        "a" * 300: "the conversation has 3",
-        "refused": "cannot lay it out",
-    }.items():
-        code, out, error, prompts = call(line, True)
-        assert (code, out) == (0, "> 1\n> > 2\n> ")
-        assert error.startswith("(this line is left out: ")
-        assert problem in error
-        assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
-            "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
-        )
-        code, out, error, _ = call(line, False)
-        assert (code, out) == (2, "1\n")
-        assert problem in error
+        *found, error = _call(capsys, run_dir, "--chat")
+        assert found == [code, printed]
+        assert "the conversation has 3" in error
+        assert error.startswith("(this line is left out: ") == is_terminal
+        if is_terminal:
+            assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
+                "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+            )
 
 
 def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, monkeypatch):

@@ -165,17 +165,7 @@ def test_command_prints_the_table_of_local_tasks(run_dir, model, tmp_path, monke
     assert bits == pytest.approx(nats / np.log(2) / 12, rel=1e-5)
 
 
-def test_command_task_that_fails_or_is_not_known_is_refused(run_dir, tmp_path, monkeypatch, capsys):
-    def evaluate(*_, **__):
-        raise ModuleNotFoundError("No module named 'langdetect'")
-
-    _write_tasks(tmp_path)
-    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
-    for task, message in [
-        ("choose_locally", "--tasks: cannot be evaluated: ModuleNotFoundError: No module named"),
-        ("hellaswagg", "lm-eval has no task 'hellaswagg'"),
-    ]:
-        with pytest.raises(SystemExit) as end:
-            main([str(run_dir), "--tasks", task, "--include", str(tmp_path)])
-        assert end.value.code == 2
-        assert message in capsys.readouterr().err
+def test_command_task_that_is_not_known_is_refused(run_dir, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run_dir), "--tasks", "hellaswagg"])
+    assert "lm-eval has no task 'hellaswagg'" in capsys.readouterr().err

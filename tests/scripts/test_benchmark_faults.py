@@ -12,7 +12,6 @@ from helpers.scripts import SCRIPTS, load_script
 
 faults = load_script("benchmark/faults")
 report = load_script("benchmark/fault_report")
-soak = load_script("benchmark/fault_soak")
 
 
 def inject(directory, words):

@@ -82,12 +82,9 @@ def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path)
 def test_line_without_conversation_is_a_bad_document():
     for line in [
         b"{",
-        b"[]",
-        b'{"text": "a"}',
         b'{"messages": "hello"}',
         b'{"messages": [{"content": "a"}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        '{"messages": [{"role": "user", "content": "\ufdd0"}]}'.encode(),
         b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}',
     ]:
         with pytest.raises(BadDocument, match="not a JSON object with a list of"):
