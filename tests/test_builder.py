@@ -71,13 +71,6 @@ def refusal(config):
     return str(caught.value)
 
 
-def test_table_from_a_file_equals_the_saved_table(in_file):
-    config = tiny(**PIPELINE, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2})
-    again = tiny(**in_file("lockstep_1f1b", 2))
-    assert again.pipeline.engine == "scheduled"
-    assert build_table(again).num_ticks == build_table(config).num_ticks
-
-
 def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(in_file):
     values = in_file("zb_v", 2)
     assert "pipeline.engine=mpmd runs it" in refusal(tiny(**values))
@@ -87,14 +80,6 @@ def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(in_file
     assert not any("read as an order" in decision for decision in decisions)
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
-
-
-def test_trainer_with_a_table_file_of_torch_leaves_out_what_engines_place(in_file, tmp_path):
-    values = in_file("1f1b") | MPMD
-    rows = (tmp_path / "mine.csv").read_text().splitlines()
-    (tmp_path / "mine.csv").write_text("\n".join(f"0UNSHARD,{row}" for row in rows))
-    table = build_trainer(tiny(**values), make_mesh(tiny(**values))).engine.table
-    assert (table.num_stages, table.kinds) == (2, ("F", "B"))
 
 
 def test_trainer_with_a_split_backward_table_file_refuses_what_hides_products(in_file):

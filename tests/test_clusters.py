@@ -73,6 +73,7 @@ class TestTpu:
         [
             pytest.param("circular", "stage", marks=pytest.mark.slow),
             ("lockstep_1f1b", "data"),
+            pytest.param("sequential", "data", marks=pytest.mark.slow),
             pytest.param("circular", "data", marks=pytest.mark.slow),
             pytest.param("lockstep_1f1b", "stage", marks=pytest.mark.slow),
         ],
@@ -80,7 +81,8 @@ class TestTpu:
     def test_engine_on_several_slices_sends_one_axis_over_dcn(
         self, tmp_path, schedule, axis, slices
     ):
-        inside = (1, 4) if axis == "stage" else (4, 1)
+        is_sequential = schedule == "sequential"
+        inside = (1, 4) if axis == "stage" or is_sequential else (4, 1)
         report, text = report_of(
             tmp_path,
             BASE,
@@ -91,32 +93,12 @@ class TestTpu:
             f"mesh.ici.fsdp={inside[1]}",
             f"mesh.dcn.{axis}={slices}",
             "model.num_layers=4",
-            "pipeline.num_microbatches=4",
+            f"pipeline.num_microbatches={1 if is_sequential else 4}",
             "data.global_batch_size=16",
-            f"pipeline.schedule={schedule}",
+            f"pipeline.{'engine' if is_sequential else 'schedule'}={schedule}",
             environment=QUICK,
         )
         assert_only_this_axis_leaves_the_slice(report, text, axis)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("slices", SLICES)
-    def test_sequential_engine_on_several_slices_sends_data_over_dcn(self, tmp_path, slices):
-        report, text = report_of(
-            tmp_path,
-            BASE,
-            *NARROW,
-            "compile.topology=v5e:2x2",
-            f"compile.num_slices={slices}",
-            "mesh.ici.stage=1",
-            "mesh.ici.fsdp=4",
-            f"mesh.dcn.data={slices}",
-            "model.num_layers=2",
-            "pipeline.num_microbatches=1",
-            "data.global_batch_size=16",
-            environment=QUICK,
-        )
-        assert report["engine"] == "sequential"
-        assert_only_this_axis_leaves_the_slice(report, text, "data")
 
 
 def assert_only_this_axis_leaves_the_slice(report, text, axis):

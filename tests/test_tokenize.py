@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from helpers.documents import all_of
 
 from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
 from maxpipe.data import encoding
+from maxpipe.data.corpus import find_corpus
 from maxpipe.data.documents import EncodedDocuments, open_documents
 from maxpipe.data.tokenizers import load_tokenizer
 
@@ -25,6 +27,11 @@ def corpus(tmp_path):
     for number, text in enumerate(TEXTS):
         (tmp_path / "corpus" / f"{number}.txt").write_text(text)
     return tmp_path / "corpus"
+
+
+def test_corpus_of_a_glob_a_directory_and_files_is_the_same(corpus):
+    for words in ([f"{corpus}/*.txt"], [str(corpus)], [f"{corpus}/{i}.txt" for i in (3, 1, 0, 2)]):
+        assert all_of(find_corpus(words).open()) == [text for text in TEXTS if text]
 
 
 @pytest.fixture
@@ -103,23 +110,10 @@ def test_encode_of_one_text_cuts_it_as_the_run_of_that_sequence_length(tmp_path,
     assert "which differs in sequence_length: choose" in capsys.readouterr().err
 
 
-def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(encoding, "PART_BYTES", 300)
-    out = tmp_path / "tokens"
-    assert encode(corpus, trained, out, "--workers=1") == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    times = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    (out / "part-00001.bin").unlink()
-    capsys.readouterr()
-    assert encode(corpus, trained, out, "--workers=1") == 0
-    assert "2 of 3 files are there already" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
-
-
 def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(encoding, "PART_BYTES", 300)
     out = tmp_path / "tokens"
+    whole = ids_of("text", corpus, trained)
     (corpus / "3.txt").write_bytes(b"\xff" * 28)
     with pytest.raises(SystemExit) as end:
         encode(corpus, trained, out, "--workers=1")
@@ -129,19 +123,24 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
     assert "--on-bad-document: skip leaves such texts out" in error
     assert encode(corpus, trained, out, "--on-bad-document=skip") == 0
     assert "2 of 3 files are there already" in capsys.readouterr().out
-    assert len(ids_of("token_bin", out, trained)) == 2
+    assert ids_of("token_bin", out, trained) == whole[:2]
     # The part of that text has no tokens, and is not tried again.
     assert encode(corpus, trained, out) == 0
     assert "3 of 3 files are there already" in capsys.readouterr().out
 
 
 def test_tokenize_with_bad_words_ends_with_2_and_one_line(trained, tmp_path, capsys):
+    for name in ("a.jsonl", "b.txt", "d/d.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     for words, message in [
         (["train", "{}/corpus", "--vocab-size=256"], "--vocab-size: expected a whole number of at"),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/made/tokenizer.json"], "--out: "),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/x.model"], "must end in .json"),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out=s3://b/t"], "--out: s3://b/t is a URL"),
         (["train", "{}/none", "--vocab-size=1k", "--out={}/x.json"], "FILES: no file at"),
+        (["train", "{}/?.*", "--vocab-size=1k", "--out={}/x.json"], "FILES: are of several kinds"),
+        (["train", "{}/d/", "--vocab-size=1k", "--out={}/x.json"], "holds token ids already"),
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/corpus"], "--out: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--workers=0"], "--workers: "),

@@ -1,4 +1,4 @@
-"""Bytes as tokens, and Hugging Face tokenizer.json files made here."""
+"""Bytes as tokens, tokenizer.json files and SentencePiece models made here."""
 
 import json
 import pickle
@@ -164,3 +164,51 @@ def test_plain_ids_are_written_as_numbers():
     for text in ["def", "3 32", "-1", "1.5"]:
         with pytest.raises(ConfigError, match="is not one of 32 ids, which stand for no text"):
             tokenizer.encode(text)
+
+
+LINES = [f"the quick brown fox number {i} jumps over the lazy dog" for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `data`")
+
+    def _train(**options):
+        prefix = tmp_path_factory.mktemp("model") / "tokenizer"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES),
+            model_prefix=str(prefix),
+            vocab_size=44,
+            minloglevel=2,
+            **options,
+        )
+        return f"{prefix}.model"
+
+    return _train
+
+
+def test_sentencepiece_round_trips_and_has_special_tokens(train):
+    path = train(pad_id=3)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode(LINES[0])
+    assert ids.dtype == np.int32
+    assert 0 < len(ids) < len(LINES[0])
+    assert tokenizer.decode(ids) == LINES[0]
+    special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    assert (tokenizer.vocab_size, special) == (44, (1, 2, 3))
+    assert tokenizer.decode([1, *ids, 2, 50]) == LINES[0]
+    again = pickle.loads(pickle.dumps(tokenizer))
+    np.testing.assert_array_equal(again.encode(LINES[1]), tokenizer.encode(LINES[1]))
+
+
+def test_sentencepiece_without_special_tokens_or_model_raises(train, tmp_path):
+    tokenizer = load_tokenizer(train(bos_id=-1))
+    assert tokenizer.bos_id is None
+    assert tokenizer.pad_id == tokenizer.eos_id
+    (tmp_path / "a.model").write_text("no model")
+    for path, message in [
+        (train(eos_id=-1), r".* has no end-of-document token"),
+        (str(tmp_path / "a.model"), ".* is no SentencePiece model: .*; convert other formats"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer: {message}"):
+            load_tokenizer(path)

@@ -34,7 +34,6 @@ from safetensors import safe_open
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
-    """Build a case's model with its weights."""
     model_type = CASES[name][0]
     config = transformers.AutoConfig.for_model(model_type, **keys_of(name))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -80,20 +79,6 @@ def _joined(name: str, drawn: dict[str, np.ndarray]) -> np.ndarray:
     )
 
 
-def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]:
-    """Return the tokens after the prompt, and their logits."""
-    output = model.generate(
-        torch.from_numpy(tokens()).long(),
-        max_new_tokens=NUM_GENERATED,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    largest = [float(f"{float(logits.max()):.9g}") for logits in output.logits]
-    return output.sequences[0, tokens().shape[1] :].tolist(), largest
-
-
 def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -> float:
     """Return the root mean square of what tensors in bfloat16 change in logits, as their share."""
     with torch.no_grad():
@@ -106,22 +91,21 @@ def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -
 
 def record(name: str) -> None:
     """Write a case's config.json, names and shapes of tensors, logits, and greedy tokens."""
-    model = model_of(name)
-    generated, generated_logits = greedy(model)
+    model, prompt = model_of(name), torch.from_numpy(tokens()).long()
+    greedy = {"max_new_tokens": NUM_GENERATED, "do_sample": False, "eos_token_id": None}
+    output = model.generate(prompt, **greedy, return_dict_in_generate=True, output_logits=True)
+    text = output.sequences  # the prompt, and what is generated
     with torch.no_grad():
-        logits = model(torch.from_numpy(tokens()).long()).logits[0].numpy()
-    shapes = {name: list(shape) for name, shape in shapes_of(model).items()}
-    text = torch.cat([torch.from_numpy(tokens()).long(), torch.tensor([generated])], dim=1)
+        logits = model(prompt).logits[0].numpy()
     left_out = ("transformers_version", "id2label", "label2id", "_name_or_path")
-    config = {k: v for k, v in model.config.to_dict().items() if k not in left_out}
     content = {
         "transformers": transformers.__version__,
-        "config": config,
-        "shapes": shapes,
+        "config": {k: v for k, v in model.config.to_dict().items() if k not in left_out},
+        "shapes": {name: list(shape) for name, shape in shapes_of(model).items()},
         "largest": float(np.abs(logits).max()),
         "logits": [[float(f"{x:.9g}") for x in logits[i]] for i in POSITIONS],
-        "generated": generated,
-        "generated_logits": generated_logits,
+        "generated": text[0, prompt.shape[1] :].tolist(),
+        "generated_logits": [float(f"{float(step.max()):.9g}") for step in output.logits],
         "bfloat16_error": float(f"{error_of_bfloat16(model, text):.4g}"),
     }
     GOLDEN.mkdir(exist_ok=True)

@@ -34,7 +34,6 @@ RUN = (
 
 
 def arguments(name: str, directory: str, *more: str) -> list[str]:
-    """Return MaxText's command line of a case."""
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     words = [f"{key}={value}" for key, value in {**COMMON, **CASES[name]}.items()]
     place = (f"run_name={name}", f"base_output_directory={directory}")
@@ -52,13 +51,8 @@ def record(name: str, directory: str) -> None:
     text = jnp.asarray(tokens())
     positions = jnp.broadcast_to(jnp.arange(text.shape[1]), text.shape)
     with jax.set_mesh(mesh):
-        logits = model(
-            text,
-            positions,
-            decoder_segment_ids=jnp.ones_like(text),
-            enable_dropout=False,
-            model_mode=MODEL_MODE_TRAIN,
-        )
+        how = {"enable_dropout": False, "model_mode": MODEL_MODE_TRAIN}
+        logits = model(text, positions, decoder_segment_ids=jnp.ones_like(text), **how)
     target = GOLDEN / name
     shutil.rmtree(target, ignore_errors=True)
     # What does not belong to the weights: shardings, and states of random numbers

@@ -45,19 +45,19 @@ def run_and_read(names: Iterable[str], directory: Path) -> dict[str, Values | st
             words = [str(STORED / name / "config.yml"), "checkpoint.resume=must", "stop_after=0"]
             jobs[name] = [*words, f"output_dir={directory}"]
     run_all(jobs, directory)
-    return {name: _values_or_log(name, directory) for name in jobs}
+    results: dict[str, Values | str] = {}
+    for name in jobs:
+        is_stored = name in STORED_RUNS
+        first, last = (STORED_STEP + 1, LAST_STORED_STEP) if is_stored else (1, STEPS)
+        try:
+            results[name] = read_values(directory / name, first, last)
+        except (OSError, ValueError, KeyError) as error:
+            results[name] = f"{type(error).__name__}: {error}\n{log_of(name, directory)}"
+    return results
 
 
 def _words(name: str, words: str) -> list[str]:
     return [str(HERE / "base.yml"), f"run_name={name}", *words.split()]
-
-
-def _values_or_log(name: str, directory: Path) -> Values | str:
-    first, last = (1, STEPS) if name in CONFIGURATIONS else (STORED_STEP + 1, LAST_STORED_STEP)
-    try:
-        return read_values(directory / name, first, last)
-    except (OSError, ValueError, KeyError) as error:
-        return f"{type(error).__name__}: {error}\n{log_of(name, directory)}"
 
 
 def store_runs(directory: Path) -> None:
@@ -76,7 +76,6 @@ def load(name: str) -> dict[str, Any]:
 
 
 def save(name: str, values: Values, reason: str) -> None:
-    """Write a recording; its reason is added to those of earlier ones."""
     file = VALUES / f"{name}.json"
     reasons = [*load(name)["reasons"], reason] if file.exists() else [reason]
     file.parent.mkdir(exist_ok=True)

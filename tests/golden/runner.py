@@ -58,17 +58,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def _run(words: Sequence[str]) -> None:
-    sys.argv = ["train", *words]
-    try:
-        runpy.run_module("maxpipe.train", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        print(f"exit code {end.code}")
-    except Exception:
-        traceback.print_exc()
-
-
 if __name__ == "__main__":
     for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
         with Path(f"{name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-            _run(words)
+            sys.argv = ["train", *words]
+            try:
+                runpy.run_module("maxpipe.train", run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                print(f"exit code {end.code}")
+            except Exception:
+                traceback.print_exc()

@@ -16,7 +16,6 @@ BFLOAT16_TOLERANCE = 1e-2
 # Gradients of queries and keys nearly cancel here: what remains has the errors of larger terms.
 STATE_FACTOR = 10
 
-
 # The results of a run: "steps", by number, with loss and gradient norm as in `metrics.jsonl`, and
 # "leaves", the arrays of its last checkpoint by name, as `_describe` returns them.
 Values = dict[str, dict[str, Any]]
@@ -51,8 +50,7 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
     """Return what is recorded of an array.
 
     `sum` and `norm` (L2) do not depend on the order of the elements; `projection`, the inner
-    product with cos(0), cos(1), ..., does. All three are computed in float64. `sha256` is cut to
-    16 digits.
+    product with cos(0), cos(1), ..., does. All three are computed in float64.
     """
     flat = array.astype(np.float64).reshape(-1)
     return {
@@ -63,13 +61,6 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
         "projection": float(flat @ np.cos(np.arange(flat.size))),
         "sha256": hashlib.sha256(array.tobytes()).hexdigest()[:16],
     }
-
-
-def has_equal_bits(recorded: Values, actual: Values) -> bool:
-    bits = [
-        {name: leaf["sha256"] for name, leaf in v["leaves"].items()} for v in (recorded, actual)
-    ]
-    return recorded["steps"] == actual["steps"] and bits[0] == bits[1]
 
 
 def differences(recorded: Values, actual: Values) -> dict[str, float]:
@@ -87,14 +78,10 @@ def differences(recorded: Values, actual: Values) -> dict[str, float]:
     return found
 
 
-def is_state(key: str) -> bool:
-    return key.startswith("opt_state.")
-
-
 def above(found: dict[str, float], tolerance: float) -> dict[str, float]:
     """Select the differences above a tolerance, which is `STATE_FACTOR` times wider for state."""
-    limits = {key: tolerance * (STATE_FACTOR if is_state(key) else 1) for key in found}
-    return {key: size for key, size in sorted(found.items()) if not size <= limits[key]}
+    factors = {key: STATE_FACTOR if key.startswith("opt_state.") else 1 for key in found}
+    return {k: size for k, size in sorted(found.items()) if not size <= tolerance * factors[k]}
 
 
 def _of_steps(name: str, recorded: dict[str, Any], actual: dict[str, Any]) -> dict[str, float]:

@@ -160,29 +160,3 @@ def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, t
         model = torch_model(record_hf, name, content, tmp_path)
         difference = torch_logits(model)[list(POSITIONS)] - np.asarray(golden["logits"])
         assert np.abs(difference).max() <= 1e-6 * golden["largest"], dialect
-
-
-FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e5}
-
-
-ROPES = (
-    {},
-    {"rope_theta": 7e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    {"rope_theta": 7e5, "rope_local_base_freq": 2e4},
-    {"rope_parameters": {"full_attention": FULL}, "rope_local_base_freq": 2e4},
-    {"rope_parameters": {"full_attention": FULL, "sliding_attention": {}}},
-    {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}},
-)
-
-
-def test_bases_that_a_file_leaves_out_are_those_of_transformers(tmp_path, transformers):
-    content = dict(recorded("gemma3")["config"])
-    del content["rope_parameters"]
-    family = family_of("gemma3")
-    for rope in ROPES:
-        (tmp_path / "config.json").write_text(json.dumps(content | rope))
-        expected = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
-        values = family.model(content | rope)
-        kinds = ("full_attention", "sliding_attention")
-        bases = tuple(expected[kind]["rope_theta"] for kind in kinds)
-        assert (values["rope_theta"], values["rope_theta_local"]) == bases, rope

@@ -1,4 +1,4 @@
-"""The files that a key and a batch pass are those that docs/architecture.md lists."""
+"""Pages of docs/ have the tables and the lists of files that scripts make."""
 
 import os
 import re
@@ -30,3 +30,10 @@ def test_follow_lists_the_files_of_the_architecture_page(way):
         assert passed == len(files)
         # The page's number is a bound, and close enough to tell the truth.
         assert most - 8 <= executed <= most
+
+
+def test_generate_docs_check_passes_for_the_committed_pages():
+    """Run the script by itself, since test helpers add entries to this process's catalogue."""
+    command = [sys.executable, ROOT / "scripts" / "generate_docs.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"run: python scripts/generate_docs.py\n{done.stdout}{done.stderr}"
