@@ -29,7 +29,6 @@ TIER = {package: tier for tier, packages in enumerate(TIERS) for package in pack
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Return the parsed files of the package, by the names of their modules."""
     return {
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): (
             ast.parse(path.read_text(encoding="utf-8"))
@@ -39,12 +38,10 @@ def trees() -> dict[str, ast.Module]:
 
 
 def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function and method of a file, inner ones too."""
     return (node for node in ast.walk(tree) if isinstance(node, FUNCTION))
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of lines of a function, decorators apart."""
     return node.end_lineno - node.lineno + 1
 
 
@@ -67,7 +64,6 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def modules_of(tree: ast.AST) -> set[str]:
-    """Return the package's modules that a tree imports, the package itself apart."""
     return {module for module, _ in imports_of(tree) if module.startswith("maxpipe.")}
 
 

@@ -11,14 +11,8 @@ from helpers.training_process import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "maxpipe", "configs")
-SHORT = (
-    "steps=2",
-    "eval.every=0",
-    "checkpoint.every=0",
-    *TINY_MODEL,
-    "mesh.simulated_devices=2",
-    "mesh.ici.fsdp=1",
-)
+SHORT = ("steps=2", "eval.every=0", "checkpoint.every=0", *TINY_MODEL)
+SHORT += ("mesh.simulated_devices=2", "mesh.ici.fsdp=1")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +21,10 @@ def installed(tmp_path_factory):
     pytest.importorskip("setuptools", minversion="77", reason="builds the wheel")
     directory = tmp_path_factory.mktemp("wheel")
     source = copy_sources(directory / "source")
-    offline = ("--no-index", "--no-deps", "--disable-pip-version-check")
-    pip(*offline, "--no-build-isolation", "--target", directory / "site", source)
+    words = ["--no-index", "--no-deps", "--disable-pip-version-check", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "install", *words, "--target", directory / "site", source]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return directory / "site"
 
 
@@ -40,26 +36,21 @@ def copy_sources(directory):
     return directory
 
 
-def pip(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def run(site, directory, *words):
-    """Run `maxpipe` of an installed wheel in another directory."""
+    """Run Python with an installed wheel in another directory; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, "-P", "-m", "maxpipe", *words]
-    return subprocess.run(
+    environment.pop("JAX_NUM_CPU_DEVICES", None)  # of the tests' own process
+    command = [sys.executable, "-P", *words]
+    done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_first_command_of_the_readme_trains_from_an_installed_wheel(installed, tmp_path):
-    done = run(installed, tmp_path, "train", "configs/base.yml", *SHORT)
-    assert done.returncode == 0, done.stderr
+    run(installed, tmp_path, "-m", "maxpipe", "train", "configs/base.yml", *SHORT)
     assert (tmp_path / "runs" / "base" / "metrics.jsonl").exists()
 
 
@@ -76,21 +67,12 @@ run = maxpipe.Run(maxpipe.load_config("base", *sys.argv[1:]))
 import jax
 print(run.directory, jax.device_count(), maxpipe.__file__)
 """
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *SHORT],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    directory, devices, file = done.stdout.split()
+    directory, devices, file = run(installed, tmp_path, "-c", program, *SHORT).split()
     assert (directory, devices) == (str(tmp_path / "runs" / "base"), "2")
     assert file == str(installed / "maxpipe" / "__init__.py")
-    done = run(installed, tmp_path, "train", "llama3-8b", "steps=7", "--print-config")
-    assert done.returncode == 0, done.stderr
-    assert f"{installed}/maxpipe/configs/models/llama3-8b.yml:" in done.stdout
+    words = ("-m", "maxpipe", "train", "llama3-8b", "steps=7", "--print-config")
+    printed = run(installed, tmp_path, *words)
+    assert f"{installed}/maxpipe/configs/models/llama3-8b.yml:" in printed
 
 
 def test_editable_installation_is_found_from_the_folder_above_the_checkout(tmp_path):

@@ -85,8 +85,6 @@ def test_conversation_that_a_template_refuses_is_a_bad_document():
         (adding, TALK[:2], "the assistant says nothing in it, laid out by the template"),
         (adding, [{"role": "assistant", "content": 3}], "lay it out: TypeError"),
         (adding, [{"role": "assistant", "content": "stop"}], "lay it out: TemplateError: no stops"),
-        ("{{ range(200000) }}", TALK, "lay it out: OverflowError: Range too big"),
-        ("{{ messages.append(1) }}", TALK, "SecurityError"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", TALK, "SecurityError"),
     ]:
         with pytest.raises(BadDocument, match=reason):
@@ -166,7 +164,6 @@ def test_missing_or_unusable_template_is_named(tmp_path):
     for content, reason in {
         "{% for m in messages %}": "TemplateSyntaxError: Unexpected end of template",
         "{% break %}": "SyntaxError: 'break' outside loop",
-        "{{ " + "(" * 9000 + " }}": "RecursionError",
     }.items():
         file.write_text(content)
         problem = rf"^data\.chat_template: \S*mine\.jinja is no chat template: {reason}"

@@ -13,17 +13,15 @@ from maxpipe.config.model_facts import KERNELS
 
 benchmark = load_script("benchmark/run")
 benchmark_gpu = load_script("benchmark/gpu")
-benchmark_overhead = load_script("benchmark/overhead")
 
 
-def printed(script, *words, **environment):
+def printed(script, *words):
     """Run a script of the benchmarks to its end; return what it printed."""
     done = subprocess.run(
         [sys.executable, SCRIPTS / "benchmark" / script, *map(str, words)],
         capture_output=True,
         text=True,
         cwd=SCRIPTS.parent,
-        env=environment or None,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -57,18 +55,6 @@ def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
     # All engines have the same loss after four steps from one model, batch and seed.
     losses = [case["loss"] for case in cases]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_benchmark_overhead_reports_each_part_relative_to_the_step(monkeypatch):
-    monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
-    monkeypatch.setattr(benchmark_overhead, "TURNS_PER_ROUND", 2)
-    rows = benchmark_overhead.run(benchmark.Case, 1, lambda text: None)
-    assert [len(row["seconds"]) for row in rows] == [2] * 6
-    lines = benchmark_overhead.table(rows).splitlines()
-    assert lines[2].startswith("| the step")
-    assert lines[2].endswith("| 100.000 |")
-    assert lines[5].startswith("| watchdog")
 
 
 def test_benchmark_lists_every_case_and_refuses_others(capsys):

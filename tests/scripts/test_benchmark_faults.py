@@ -49,18 +49,6 @@ def test_faults_leave_the_bits_or_losses_of_an_undisturbed_run(tmp_path, words, 
     assert not [*(tmp_path / "runs").glob("run-*")], "a sound run is kept"
 
 
-def test_draw_faults_has_kinds_and_moments_in_equal_shares():
-    kinds = ["a", "b", "c", "d"]
-    runs = faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=3)
-    assert [len(run) for run in runs] == [5, 5, 5, 5, 4]
-    drawn = [fault for run in runs for fault in run]
-    assert sorted(fault.kind for fault in drawn) == sorted(kinds * 6)
-    assert sorted(fault.moment for fault in drawn) == sorted([*faults.MOMENTS] * 8)
-    assert {fault.victim for fault in drawn} == {0, 1, 2, 3}
-    assert runs == faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=3)
-    assert runs != faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=4)
-
-
 def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path):
     def write(name, losses):
         (tmp_path / name).mkdir(exist_ok=True)

@@ -1,0 +1,121 @@
+"""Test the benchmarks that compile, with compilers that answer from tables."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.hand_timed import BASIS, CONSTANTS
+from helpers.scripts import load_script
+
+from maxpipe.compile.prediction.operations import Part
+from maxpipe.compile.prediction.prediction import Prediction, Speed
+from maxpipe.devices.chips import GIB
+from maxpipe.devices.xla_flags import names_in
+from maxpipe.plan.search.candidate import Proof
+
+predict = load_script("benchmark/predict")
+plan_accuracy = load_script("benchmark/plan_accuracy")
+tune_flags = load_script("benchmark/tune_flags")
+PARTS = dict.fromkeys(Part, 0.125) | {Part.MATRIX_PRODUCTS: 0.5}
+PREDICTED = Prediction(1.0, BASIS, PARTS, bubble=0.1, speed=Speed(1.0, 0.4)).as_json()
+REPORT = {
+    "predicted_step_seconds": 1.0,
+    "predicted": PREDICTED,
+    "fits": True,
+    "memory": {"temp_bytes": 3 * 2**20},
+    "num_slices": 1,
+}
+NO_STEP = {"predicted_step_seconds": None}
+TOO_LARGE = {"needed_bytes": 20 * 2**30, "capacity_bytes": 16e9}
+ANSWERS = {
+    "first": {},
+    "faster": {"predicted_step_seconds": 0.75},
+    "unknown": NO_STEP | {"predicted": PREDICTED | {"unknown": ["kernels: own"]}},
+    "large": NO_STEP | {"predicted": None, "fits": False, "memory": TOO_LARGE},
+    "cpu": NO_STEP | {"predicted": None, "fits": None},
+}
+
+
+def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(monkeypatch, capsys):
+    def compiled(python, name):
+        return (REPORT | ANSWERS[name], "") if name in ANSWERS else (None, "broken")
+
+    monkeypatch.setattr(predict, "compiled", compiled)
+    assert predict.main(["bad", *ANSWERS]) == 1
+    printed, error = (text.splitlines() for text in capsys.readouterr())
+    head, _, first, second, _, basis = printed
+    assert head.startswith("| configuration | step s | matrix products |")
+    cells = "0.5 | 0.125 | 0.125 | 0.125 | 0.125 | 0.1 | 40.0 | 3 | yes | 1.000 |"
+    assert first == f"| first | 1 | {cells}"
+    assert second.startswith("| faster | 0.75 | ")
+    assert second.endswith("| 0.750 |")
+    assert basis == f"predicted by libtpu 0.0: v5p at {CONSTANTS.text(crosses_slices=False)}"
+    assert error == [
+        "no prediction: bad: broken",
+        "no prediction: unknown: kernels: own",
+        "no prediction: large: does not fit: 20.0 of 14.9 GiB",
+        "no prediction: cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2",
+    ]
+
+
+def test_plan_accuracy_goes_on_where_it_stopped_and_compiles_nothing_twice(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "drawn.json"
+    base = Path(__file__).parents[2] / "configs" / "base.yml"
+    words = [str(base), "data.sequence_length=64", "--topology", "v5p:2x2x1", "--count", "3"]
+    compiled = []
+
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", ["x", *words, "--results", str(file), *more])
+        plan_accuracy.main()
+        return capsys.readouterr().out.splitlines()
+
+    def compile_configuration(text, note):
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        compiled.append(text)
+        return Proof(2.0**30, 0.25 * len(compiled), True, "", 1.0)
+
+    monkeypatch.setattr(plan_accuracy, "compile_configuration", compile_configuration)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert "2 of 3 compiled" in run("--stored")
+    first = compiled.pop(0)  # what is stored is not compiled again, and the third one is
+    lines = run()
+    assert first not in compiled
+    assert "3 of 3 compiled" in lines
+    assert "slower than the fastest compiled" in lines[-2]
+    assert lines[-1].endswith("slowest / fastest 2.00")
+    found = json.loads(file.read_text())["candidates"]
+    assert [entry["seconds"] for entry in found] == [0.25, 0.5, 0.5]
+    with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
+        run("--seed", "2")
+
+
+def test_tune_flags_combines_sets_that_fit_and_gain_and_prints_the_fastest_for_a_shell(
+    monkeypatch, capsys
+):
+    sets = [tune_flags.FlagSet(name, {name: "1"}) for name in ("a", "b", "slower", "large")]
+    sets.insert(2, tune_flags.FlagSet("b twice", {"b": "2"}))
+    factors = {"a": 0.9, "b": 0.8, "slower": 1.2, "large": 0.1}
+
+    def compile_command(words, note, environment):
+        names = names_in(environment["LIBTPU_INIT_ARGS"]) & factors.keys()
+        seconds = 2.0 * math.prod(factors[name] for name in names)
+        return Proof(3 * GIB, seconds, "large" not in names, "", 7.0)
+
+    monkeypatch.setattr(tune_flags, "compile_command", compile_command)
+    monkeypatch.setattr(tune_flags, "sets_to_try", lambda chip: sets)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert tune_flags.main(["base", "compile.topology=v5p:2x2x1"]) == 0
+    *rows, _, best, line = capsys.readouterr().out.splitlines()
+    names = ["none", "a", "b", "b twice", "slower", "large", "b + a"]
+    assert [row.split(" | ")[0][2:] for row in rows[2:]] == names
+    assert rows[-1] == "| b + a | 1.44 | 0.720 | 3.00 | 7 s |"
+    assert (best, line) == ("best: b + a", 'LIBTPU_INIT_ARGS="--b=1 --a=1"')
+    with pytest.raises(SystemExit, match="2"):
+        tune_flags.main(["base"])
+    assert "config error: compile.topology: name TPUs" in capsys.readouterr().err
