@@ -86,9 +86,7 @@ def test_trainer_with_a_split_backward_table_file_refuses_what_hides_products(in
     values = in_file("zb_h1")
     scanned = tiny(**values, **MPMD, **{"pipeline.scan_layers_per_stage": True})
     assert "pipeline.scan_layers_per_stage: true hides the layers" in refusal(scanned)
-    message = refusal(tiny(**values))
-    assert "pipeline.remat_policy: full keeps no result" in message
-    assert "use minimal" in message
+    assert "pipeline.remat_policy: full keeps no result" in refusal(tiny(**values))
     config = tiny(**values, **{"pipeline.remat_policy": "minimal"})
     assert isinstance(build_trainer(config, make_mesh(config)), SpmdTrainer)
 

@@ -32,7 +32,6 @@ def test_command_lists_what_stands_in_the_way_and_ends_with_2(capsys):
         "num_experts=2 quantization=int8 --devices 8": ["num_experts", "quantization"],
         "steps=1 --devices 8 steps=2": ["steps (command line): set twice"],
         "": ["nothing to translate"],
-        "steps=1 --devices -1": ["--devices: must be at least 1"],
         "steps=1 --devices 0": ["--devices: must be at least 1; got 0"],
         "dcn_data_parallelism=2 --devices 3": ["into 2 slices; give a multiple of 2"],
         "nowhere.yml": ["cannot read nowhere.yml"],

@@ -13,15 +13,9 @@ from helpers.documentation import REPOSITORY, own_variants_forgotten, titled_fil
 from helpers.training_process import TINY_MODEL
 
 TINY = (
-    "base",
-    "steps=2",
-    "eval.every=0",
-    "model.num_layers=2",
-    *TINY_MODEL,
-    "mesh.simulated_devices=8",
-    "mesh.ici.fsdp=4",
-    "pipeline.num_repeats=1",
-    "compile.cache_dir=off",
+    *("base", "steps=2", "eval.every=0", "model.num_layers=2", *TINY_MODEL),
+    *("mesh.simulated_devices=8", "mesh.ici.fsdp=4"),
+    *("pipeline.num_repeats=1", "compile.cache_dir=off"),
 )
 VARIANTS = (
     "model.block=parallel",

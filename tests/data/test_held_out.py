@@ -18,7 +18,11 @@ CHAT = {"data.source": "chat", "data.chat_template": "chatml"}
 def make(tmp_path):
     def make_config(texts, **keys):
         file = tmp_path / "held_out.jsonl"
-        file.write_text("".join(json.dumps(_line(text, keys)) + "\n" for text in texts))
+        lines = [{"text": text} for text in texts]
+        if keys.get("data.source") == "chat":
+            turns = [[("user", "?"), ("assistant", text)] for text in texts]
+            lines = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in turns]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         values = {
             "data.source": "jsonl",
             "data.path": str(file),
@@ -31,12 +35,6 @@ def make(tmp_path):
         return replace(Config(), **values | keys)
 
     return make_config
-
-
-def _line(text, keys):
-    if keys.get("data.source") != "chat":
-        return {"text": text}
-    return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
 
 
 def documents(seed, count=9, longest=70):

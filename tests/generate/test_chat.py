@@ -141,7 +141,6 @@ def test_chat_ends_at_a_stop_and_names_arguments_that_are_wrong(run_dir, monkeyp
     _writes(monkeypatch, "Do it now<|im_end|>")
     assert loaded.chat(ONE, stop="it") == "Do it"
     for options, message in [
-        ({"stop_tokens": [320]}, "stop_tokens: the model has no token 320"),
         ({"messages": []}, "messages: expected a list of them"),
         ({"messages": [{"role": "user"}]}, r"messages: \S*/chat_template\.jinja cannot lay it out"),
         ({"messages": [ONE[0] | {"content": "a" * 300}]}, "messages: the conversation has 3"),

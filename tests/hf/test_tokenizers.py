@@ -3,6 +3,7 @@
 import json
 import random
 
+import pytest
 from helpers.hf_folder import write_byte_pairs
 from tokenizers import Tokenizer, processors
 
@@ -40,7 +41,8 @@ def _named(draw, **marks):
     }
 
 
-def compare(seed, tmp_path, transformers):
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_tokenizers_frame_texts_and_name_tokens_as_transformers(seed, tmp_path, transformers):
     draw = random.Random(seed)
     path = write_byte_pairs(tmp_path, "the quick brown fox", SPECIALS, size=300)
     stored = Tokenizer.from_file(str(path))
@@ -73,10 +75,3 @@ def compare(seed, tmp_path, transformers):
     written = load_chat_template("", str(path)).render_prompt([{"role": "user"}], None)
     if config["tokenizer_class"] in CLASSES[:3]:  # others have names of their own
         assert written == theirs.apply_chat_template([{"role": "user"}], tokenize=False)
-
-
-def test_drawn_tokenizers_frame_texts_and_name_tokens_as_transformers(tmp_path, transformers):
-    for seed in range(20):
-        folder = tmp_path / f"seed {seed}"  # which a traceback shows
-        folder.mkdir()
-        compare(seed, folder, transformers)
