@@ -120,10 +120,10 @@ def test_byte_tokenizer_any_text_round_trips(text):
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]) == text
 
 
-def _byte_level(directory, **options):
+def _byte_level(path, **options):
     """Return a tokenizer of bytes with a token of its own, "jümps"."""
-    path = write_byte_pairs(directory, "the quick für 🙂 fox", ["</s>"], size=300)
-    tokenizer = Tokenizer.from_file(str(path))
+    plain = write_byte_pairs(path.parent, "the quick für 🙂 fox", ["</s>"], size=300)
+    tokenizer = Tokenizer.from_file(str(plain))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
     tokenizer.add_tokens(["jümps"])
     tokenizer.save(str(path))
@@ -132,12 +132,13 @@ def _byte_level(directory, **options):
 
 def test_bytes_of_a_text_add_up_exactly_or_are_not_told(tmp_path):
     text = "the quick für 🙂 fox\n\n  jümps over"
-    for tokenizer in (_byte_level(tmp_path, add_prefix_space=False), load_tokenizer("byte")):
+    own = _byte_level(tmp_path / "own.json", add_prefix_space=False)
+    for tokenizer in (own, load_tokenizer("byte")):
         counts = tokenizer.token_bytes
         assert counts[tokenizer.encode(text)].sum() == len(text.encode())
         assert counts[tokenizer.eos_id] == 0
         assert len(counts) == tokenizer.vocab_size
-    assert _byte_level(tmp_path, add_prefix_space=True).token_bytes is None
+    assert _byte_level(tmp_path / "spaced.json", add_prefix_space=True).token_bytes is None
     plain = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, "a"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     plain.save(str(tmp_path / "plain.json"))
