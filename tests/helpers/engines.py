@@ -72,21 +72,13 @@ LATENT = keys(LATENT_WORDS)
 
 @dataclass(frozen=True)
 class Result:
-    """Losses of a global batch and NumPy gradients, layers in model order.
+    """Losses of a global batch and NumPy gradients of their sum, layers in model order."""
 
-    Attributes:
-      loss: of tokens.
-      gradients: of the sum of all losses.
-      auxiliary: other losses by name.
-      load: assignments of tokens to experts [N, E]; None without experts.
-      drops: those of them above the capacity [N]; None without one.
-    """
-
-    loss: float
+    loss: float  # of tokens
     gradients: Params
     auxiliary: dict[str, float] = dataclasses.field(default_factory=dict)
-    load: np.ndarray | None = None
-    drops: np.ndarray | None = None
+    load: np.ndarray | None = None  # assignments of tokens to experts [N, E]
+    drops: np.ndarray | None = None  # those of them above the capacity [N]
 
 
 def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
@@ -237,7 +229,6 @@ class MpmdUnderTest:
 
 @cache
 def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
-    """Return the sequential engine's result on one device, without microbatches."""
     return sequential(model, rows).train(make_batch(rows, packed=packed))
 
 

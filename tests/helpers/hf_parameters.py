@@ -12,7 +12,7 @@ from maxpipe.config import Config, ModelConfig, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES, RematPolicy
 from maxpipe.config.imports import implementation
 from maxpipe.hf.family import Family
-from maxpipe.hf.tensors import Rule, tensor_rules
+from maxpipe.hf.tensors import tensor_rules
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
@@ -43,17 +43,13 @@ def parameters_of(name: str, model: ModelConfig) -> Params:
     params: Params = {}
     for rule in tensor_rules(family_of(name), ModelProgram(model)):
         layers = range(model.stacked_layers) if rule.is_layer else (0,)
-        parts = [parameter_of(rule, tensors, i) for i in layers]
+        parts = [[rule.to_parameter(tensors[t]) for t, _ in rule.tensors(i)] for i in layers]
+        parts = [np.stack(experts) if rule.experts else experts[0] for experts in parts]
         branch = params
         for key in rule.path[:-1]:
             branch = branch.setdefault(key, {})
         branch[rule.path[-1]] = np.stack(parts) if rule.is_layer else parts[0]
     return params
-
-
-def parameter_of(rule: Rule, tensors: dict[str, np.ndarray], layer: int) -> np.ndarray:
-    parts = [rule.to_parameter(tensors[tensor]) for tensor, _ in rule.tensors(layer)]
-    return np.stack(parts) if rule.experts else parts[0]
 
 
 def text_of(name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from helpers.engines import (
     Result,
@@ -43,18 +44,12 @@ main(sys.argv[1], sys.argv[2:])
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What several processes computed together.
-
-    Attributes:
-      result: of the training batch.
-      cross_entropy, weight: sums of the evaluation batch.
-      compiled: for each process, the names of the programs that it compiled for units.
-    """
+    """What several processes computed together."""
 
     result: Result
-    cross_entropy: float
+    cross_entropy: float  # sums of the evaluation batch
     weight: float
-    compiled: list[list[str]]
+    compiled: list[list[str]]  # the programs of units that each process compiled, by name
 
 
 def run_cases(directory: Path, processes: int, cases: list[Values]) -> list[Outcome]:
@@ -119,8 +114,6 @@ def _run_case(directory: Path, case: int, config: Config) -> None:
 
 def _whole(leaf: jax.Array) -> np.ndarray:
     """Return an array of all processes as a whole, in every one."""
-    from jax.experimental import multihost_utils
-
     if leaf.is_fully_replicated:
         return np.asarray(leaf)
     whole: np.ndarray = multihost_utils.process_allgather(leaf, tiled=True)

@@ -1,7 +1,5 @@
 """Hypothesis strategies for schedule tables."""
 
-from collections.abc import Mapping
-
 import numpy as np
 from hypothesis import strategies as st
 
@@ -27,6 +25,16 @@ def tables(
     todo = {(kind, m, g) for kind in kinds for m in range(M) for g in range(last + 1)}
     units = frozenset(todo)
     done: dict[tuple[str, int, int], int] = {}
+
+    def is_ready(unit: RawUnit, tick: int) -> bool:
+        """Return whether the results that a unit needs have arrived."""
+        kind, microbatch, chunk = unit
+        local = 0 if is_lockstep else 1
+        arrivals = [] if kind == "F" else [(("F", microbatch, chunk), local)]
+        if needs := dependency(unit, last, units):
+            arrivals.append((needs, local if needs[2] == chunk else delay))
+        return all(other in done and done[other] + wait <= tick for other, wait in arrivals)
+
     tick = 0
     while todo:
         for stage in range(S):
@@ -34,9 +42,7 @@ def tables(
                 ready = [
                     u
                     for u in sorted(todo)
-                    if stage_of[u[2]] == stage
-                    and u[0] in slot
-                    and is_ready(u, units, done, tick, last, delay, is_lockstep)
+                    if stage_of[u[2]] == stage and u[0] in slot and is_ready(u, tick)
                 ]
                 if ready and random.random() < 0.8:
                     unit = random.choice(ready)
@@ -50,24 +56,3 @@ def tables(
     return from_ticks(
         "random", S, V, ticks, placement=placement, lockstep=is_lockstep, forwarding_delay=delay
     )
-
-
-def is_ready(
-    unit: RawUnit,
-    units: frozenset[RawUnit],
-    done: Mapping[RawUnit, int],
-    tick: int,
-    last: int,
-    delay: int,
-    lockstep: bool,
-) -> bool:
-    """Return whether the results that a unit needs have arrived by `tick`."""
-    kind, microbatch, chunk = unit
-    needs = dependency(unit, last, units)
-    local = 0 if lockstep else 1
-    if needs and not (
-        needs in done and done[needs] + (local if needs[2] == chunk else delay) <= tick
-    ):
-        return False
-    own = ("F", microbatch, chunk)
-    return kind == "F" or (own in done and done[own] + local <= tick)

@@ -69,11 +69,9 @@ def inherited(number: int, handler: signal.Handlers) -> Iterator[None]:
 
 
 class TrainingProcess:
-    """Run a command with its output in a file; as a context manager, kill it at the end.
+    """Run `-m maxpipe.train`, or a Python program, with its output in a file; kill it at the end.
 
-    Args:
-      environment: added to this process's; None leaves a variable out.
-      program: Python code to run instead of `-m maxpipe.train`; reads `arguments` in sys.argv.
+    Variables of the environment that are None are left out.
     """
 
     def __init__(
@@ -157,10 +155,7 @@ def members(
     name: str = "start",
     program: str | None = None,
 ) -> Iterator[list[TrainingProcess]]:
-    """Start the processes of one run; kill those that are still running at the end.
-
-    Logs are `<name>-<index>.log`.
-    """
+    """Start the processes of one run, with logs `<name>-<index>.log`; kill them at the end."""
     address = f"localhost:{free_port()}"
     with contextlib.ExitStack() as stack:
         processes = []

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.engines import tiny
 
 from maxpipe.model.parameters import (
     ParamSpec,
@@ -13,10 +12,8 @@ from maxpipe.model.parameters import (
     declare,
     init_layers,
     init_params,
-    map_specs,
     split_module,
 )
-from maxpipe.model.program import ModelProgram
 
 
 class Pair(nnx.Module):
@@ -80,10 +77,3 @@ def test_init_layers_does_not_depend_on_the_arrangement():
         arranged = init_layers(specs, jax.random.key(0), jnp.asarray(order.reshape(shape)))["w"]
         assert arranged.shape == (*shape, 5)
         np.testing.assert_array_equal(np.asarray(arranged).reshape(12, 5), in_order[order])
-
-
-def test_specs_have_a_logical_axis_for_every_dimension():
-    values = {"model.qk_norm": True, "model.attention_bias": True}
-    program = ModelProgram(tiny(**values).model)
-    named = map_specs(lambda spec: len(spec.axes) == len(spec.shape), program.specs)
-    assert all(jax.tree.leaves(named))

@@ -67,19 +67,6 @@ def test_logits_depend_on_earlier_tokens_of_the_segment_alone():
         assert np.flatnonzero(changed).tolist() == expected
 
 
-def test_activations_of_a_segment_equal_those_in_a_row_of_its_own():
-    program, params = make(**{"model.num_layers": 2})
-    params = jax.tree.map(jnp.asarray, params)
-    packed = make_batch(1) | SEGMENTS
-    alone = {
-        "tokens": packed["tokens"][:, 4:],
-        "segment_ids": np.ones((1, 4), np.int32),
-        "positions": np.arange(4, dtype=np.int32)[None],
-    }
-    of_rows = jax.jit(lambda batch: activations(program, params, batch))
-    np.testing.assert_allclose(of_rows(packed)[:, 4:], of_rows(alone), atol=1e-5)
-
-
 X = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32) * 3
 
 
@@ -107,29 +94,6 @@ def test_cross_entropy_is_a_weighted_sum_to_which_z_loss_adds_the_squared_log_pa
         assert cross_entropy == pytest.approx((weights * (log_z - picked)).sum(), rel=1e-5)
         added = z_loss * (weights * log_z**2).sum()
         assert loss - cross_entropy == pytest.approx(added, rel=1e-4)
-
-
-def test_tied_embeddings_sum_both_gradients():
-    """The shared table's gradient is the sum of the table's and the kernel's, untied."""
-    tied, params = make(**{"model.tie_embeddings": True, "model.num_layers": 1})
-    untied, _ = make(**{"model.num_layers": 1})
-    batch = make_batch(2)
-    targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
-
-    def gradients(program, params):
-        def loss(params):
-            x = activations(program, params, batch)
-            return program.head_loss(params, x, targets, weights)[0]
-
-        return jax.jit(jax.grad(loss))(params)
-
-    table = params["embed"]["embedding"]
-    assert "kernel" not in params["head"]
-    shared = gradients(tied, params)["embed"]["embedding"]
-    two = gradients(untied, params | {"head": params["head"] | {"kernel": table.T}})
-    expected = two["embed"]["embedding"] + two["head"]["kernel"].T
-    assert np.abs(two["head"]["kernel"]).max() > 0
-    np.testing.assert_allclose(shared, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_cast_changes_neither_integers_nor_the_router_of_experts():

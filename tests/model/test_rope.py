@@ -49,35 +49,6 @@ def test_rotate_of_bfloat16_returns_bfloat16_with_float32_angles():
     assert float(turned[0, 0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=1e-2)
 
 
-def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones():
-    """Bounds by the paper: those that turn 32 times and once within 4096 tokens."""
-    plain = frequencies(128, 150_000.0, RopeScalingConfig())
-    scaling = RopeScalingConfig(type="yarn", factor=32, original_max_position=4096, truncate=False)
-    scaled = frequencies(128, 150_000.0, scaling)
-    turns = 4096 * plain / (2 * math.pi)
-    ratio = plain / scaled
-    assert ratio[turns > 32] == pytest.approx(1, rel=1e-5)
-    assert ratio[turns < 1] == pytest.approx(32, rel=1e-5)
-    between = ratio[(turns < 32) & (turns > 1)]
-    assert np.all(np.diff(between) > 0)
-    assert np.all((between > 1) & (between < 32))
-    # The share that is stretched is linear in the index.
-    share = (1 - 1 / between) / (1 - 1 / 32)
-    assert np.diff(share) == pytest.approx(np.diff(share)[0], rel=1e-3)
-    assert rotary_factor(scaling) == pytest.approx(0.1 * math.log(32) + 1)
-
-
-def test_yarn_with_truncation_rounds_the_bounds_outwards():
-    config = {"type": "yarn", "factor": 8, "original_max_position": 4096}
-    exact = frequencies(64, 10_000.0, RopeScalingConfig(**config, truncate=False))
-    rounded = frequencies(64, 10_000.0, RopeScalingConfig(**config))
-    plain = frequencies(64, 10_000.0, RopeScalingConfig())
-    # The first frequency that is stretched comes earlier, the last one that is kept in part later.
-    assert np.sum(plain / rounded > 1.0001) >= np.sum(plain / exact > 1.0001)
-    assert np.sum(plain / rounded > 7.999) <= np.sum(plain / exact > 7.999)
-    assert not np.allclose(exact, rounded, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("dtype", "interleaved", "rotated_dim"),
     [("float32", False, 8), ("float32", True, 4), ("bfloat16", True, 8), ("bfloat16", False, 4)],

@@ -1,6 +1,5 @@
 """Applying the layers of a chunk, with a model whose layers are easy to follow."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -61,13 +60,6 @@ def test_layer_function_folds_the_model_order_index_into_the_key():
     key_of_layer = jax.random.fold_in(key, 2 + 2)
     assert x[0, 0, 0] == pytest.approx(2 + float(jax.random.uniform(key_of_layer)))
     assert program.layer_index == 2 + 2
-
-
-@pytest.mark.parametrize(("num_layers", "num_loops"), [(1, 0), (2, 1)])
-def test_apply_layers_compiles_a_loop_for_several_layers_alone(num_layers, num_loops):
-    layer_fn = layer_function(Affine(), lambda layer: layer, padded=False)
-    run = partial(apply, layer_fn, index=range(num_layers), scan=True)
-    assert str(jax.make_jaxpr(run)(jnp.ones(num_layers))).count("scan[") == num_loops
 
 
 def test_layers_know_their_number_in_the_whole_model():

@@ -1,6 +1,7 @@
 """GPipe in a caller's own shard_map equals calling the stages in turn."""
 
 import doctest
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -147,11 +148,20 @@ def nnx_dropout(key):
     return nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=key))
 
 
-@pytest.mark.parametrize("module_of", [bound_dropout, nnx_dropout])
-def test_execute_pipeline_dropout_masks_differ_by_microbatch_and_stage(module_of):
-    def forward(x, key):
-        return summed(module_of(key), x, num_microbatches=4)
+def module_dropout(x, key):
+    model = PipelineModule("pipe", 4, lambda: nn.Dropout(0.5, deterministic=False))
+    return jax.lax.psum(model.apply({}, x, rngs={"dropout": key}), "pipe")
 
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x, key: summed(bound_dropout(key), x, num_microbatches=4),
+        lambda x, key: summed(nnx_dropout(key), x, num_microbatches=4),
+        module_dropout,
+    ],
+)
+def test_dropout_masks_differ_by_microbatch_and_stage(forward):
     run, x = shard_map(forward, 4, (WHOLE, WHOLE), WHOLE), jnp.ones((4, 4096))
     y = np.asarray(run(x, KEYS[0]))
     np.testing.assert_array_equal(y, run(x, KEYS[0]))
@@ -170,13 +180,22 @@ class Twice(nn.Module):
         return jnp.stack([summed(dropout, x) for _ in range(2)])
 
 
-def nnx_twice(x, key):
+def step_result(module, x):
+    return execute_pipeline_step(module, x, x, model_axis_name="pipe")[1]
+
+
+def nnx_twice(call, x, key):
     module = nnx_dropout(key)
-    return jnp.stack([summed(module, x) for _ in range(2)])
+    return jnp.stack([jax.lax.psum(call(module, x), "pipe") for _ in range(2)])
 
 
 @pytest.mark.parametrize(
-    "twice", [nnx_twice, lambda x, key: Twice().apply({}, x, rngs={"dropout": key})]
+    "twice",
+    [
+        partial(nnx_twice, pipeline),
+        partial(nnx_twice, step_result),
+        lambda x, key: Twice().apply({}, x, rngs={"dropout": key}),
+    ],
 )
 def test_execute_pipeline_draws_other_numbers_in_a_second_call(twice):
     """An NNX module counts its draws, the parent of a Linen module does."""
@@ -217,19 +236,6 @@ def test_pipeline_module_refuses_a_stage_that_changes_its_state():
     on_two_devices(model)  # what is sown is not asked for
     with pytest.raises(ValueError, match="Normed writes intermediates"):
         on_two_devices(model, lambda p, x: model.apply(p, x, mutable=["intermediates"])[0])
-
-
-def test_pipeline_module_takes_rngs_at_init_and_apply():
-    model = PipelineModule("pipe", 4, lambda: nn.Dropout(0.5, deterministic=False))
-    init = shard_map(model.init, 4, (WHOLE, WHOLE), WHOLE)
-    x = jnp.ones((4, 4096))
-    assert init({"params": KEYS[0], "dropout": KEYS[1]}, x) == {}
-
-    def forward(x, key):
-        return jax.lax.psum(model.apply({}, x, rngs={"dropout": key}), "pipe")
-
-    y = np.asarray(shard_map(forward, 4, (WHOLE, WHOLE), WHOLE)(x, KEYS[0]))
-    assert np.mean(y != 0) == pytest.approx(0.5**4, abs=0.01)
 
 
 def test_pipeline_module_names_the_stage_axis_of_partitioned_parameters():
@@ -283,21 +289,6 @@ def test_execute_pipeline_step_passes_results_to_the_next_stage():
     assert output.tolist() == [0.0, 0.0, 0.0, 6.0]
 
 
-def step_result(module, x):
-    return execute_pipeline_step(module, x, x, model_axis_name="pipe")[1]
-
-
-def test_execute_pipeline_step_of_an_nnx_module_draws_from_its_streams():
-    def forward(x, key):
-        module = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(key)), nnx_dropout(key))
-        return jnp.stack([step_result(module, x), step_result(module, x)])
-
-    run = shard_map(forward, 2, (WHOLE, WHOLE), PartitionSpec(None, "pipe"))
-    (first, second) = run(jnp.ones((8, 64)), KEYS[0])
-    assert np.mean(first[8:] != 0) == pytest.approx(0.5, abs=0.1)  # the last stage's result
-    assert (first != second).any()
-
-
 @pytest.mark.parametrize(
     ("run", "says"),
     [
@@ -336,25 +327,12 @@ def test_execute_pipeline_passes_on_keyword_arguments_of_any_name():
     kernel = variables["params"]["PipelineModule_0"]["Scaled_0"]["Dense_0"]["kernel"]
     assert_close(y, 15 * (15 * batch() @ kernel[0]) @ kernel[1])
 
-    def function(x, **kwargs):
-        return x * sum(kwargs.values())
-
     class Graph(nnx.Module):
         def __call__(self, x, **kwargs):
-            return function(x, **kwargs)
+            return x * sum(kwargs.values())
 
-    for stage in (function, Graph()):
-        run = shard_map(lambda x, stage=stage: summed(stage, x, **names), 2, (WHOLE,), WHOLE)
-        assert_close(run(batch()), 15 * 15 * batch())
-
-
-def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
-    def forward(x):
-        return summed(jnp.sin, x), jax.lax.psum(step_result(jnp.sin, x), "pipe")
-
-    x = np.asarray(batch(), np.float64)  # JAX reads it as float32
-    actual = shard_map(lambda: forward(x), 2, (), WHOLE)()
-    assert_close(actual, shard_map(forward, 2, (WHOLE,), WHOLE)(batch()))
+    run = shard_map(lambda x: summed(Graph(), x, **names), 2, (WHOLE,), WHOLE)
+    assert_close(run(batch()), 15 * 15 * batch())
 
 
 def test_docstring_examples_run():

@@ -17,19 +17,15 @@ def test_layer_index_of_even_chunks_follows_the_formula():
         np.testing.assert_array_equal(layout.layer_index, v * S * L + s * L + l)
 
 
-def test_layer_index_of_uneven_chunks_is_padded():
+def test_layer_index_of_uneven_chunks_is_padded_and_runs_back_in_v_placement():
     layout = StageLayout(2, 2, (1, 3, 2, 1))
     assert layout.num_layers == 7
     assert layout.shape == (2, 2, 3)
     assert layout.layer_index.tolist() == [[[0, 7, 7], [1, 2, 3]], [[4, 5, 7], [6, 7, 7]]]
     assert layout.stage_layers(0) == [[0], [4, 5]]
     assert layout.stage_layers(1) == [[1, 2, 3], [6]]
-
-
-def test_layer_index_in_v_placement_runs_back():
-    layout = StageLayout(2, 2, (1, 3, 2, 1), placement="v")
-    assert layout.stage_layers(0) == [[0], [6]]
-    assert layout.stage_layers(1) == [[1, 2, 3], [4, 5]]
+    back = StageLayout(2, 2, (1, 3, 2, 1), placement="v")
+    assert [back.stage_layers(s) for s in (0, 1)] == [[[0], [6]], [[1, 2, 3], [4, 5]]]
 
 
 @pytest.mark.parametrize(

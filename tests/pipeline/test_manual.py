@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.manual import manual, mesh_of, random
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.pipeline.manual import (
     MANUAL_AXES,
     Gather,
     after,
     gather_tree,
-    manual_part,
-    needs_order,
     psum,
     ring,
     sum_replicas,
@@ -137,11 +135,6 @@ def test_psum_over_axes_of_one_device_next_to_an_automatic_axis_compiles():
     np.testing.assert_allclose(total, x @ x.T, rtol=1e-5)
 
 
-def test_manual_part_keeps_order_and_drops_automatic_axes():
-    spec = P(("tensor", "fsdp"), None, ("stage", "data"), "tensor", "fsdp")
-    assert manual_part(spec) == P("fsdp", None, ("stage", "data"), None, "fsdp")
-
-
 def test_after_any_earlier_values_keeps_every_bit():
     values = {
         "float": jnp.array([-0.0, jnp.nan, jnp.inf, 1.5]),
@@ -167,8 +160,3 @@ def test_after_compiled_leaves_a_dependency():
     assert "sine" not in compiled(
         lambda x, earlier: jax.lax.optimization_barrier((x, jnp.sin(earlier)))[0]
     )
-
-
-def test_needs_order_of_one_or_several_cpu_devices_is_of_several():
-    assert not needs_order(Mesh(np.array(jax.devices()[:1]), ("stage",)))
-    assert needs_order(Mesh(np.array(jax.devices()[:2]), ("stage",)))

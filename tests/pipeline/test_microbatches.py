@@ -2,7 +2,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engines import make_batch
-from jax.sharding import PartitionSpec as P
 
 from maxpipe.pipeline import microbatches
 
@@ -21,14 +20,6 @@ def test_split_and_columns_give_microbatch_m_every_mth_row(count):
         for name, x in batch.items():
             np.testing.assert_array_equal(parts[name][m], x[m::count])
             np.testing.assert_array_equal(column[name], x[m::count])
-
-
-def test_prepared_with_context_reorders_all_arrays_alike():
-    batch = device_batch(4)
-    prepared = microbatches.prepared(batch, context=2)
-    for name, x in batch.items():
-        np.testing.assert_array_equal(prepared[name], x[:, [0, 1, 6, 7, 2, 3, 4, 5]])
-    assert prepared.keys() == microbatches.specs(P("fsdp", "context")).keys()
 
 
 @pytest.mark.parametrize(("rows", "multiple", "padded"), [(8, 4, 8), (9, 4, 12), (3, 8, 8)])

@@ -1,12 +1,12 @@
 """What auto decides: how weights are gathered, and which values are computed again."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
-from helpers.engines import EngineUnderTest, make_mesh
-from helpers.fsdp_stages import V5P, Device, config_of
+from helpers.engines import EngineUnderTest, make_mesh, tiny
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compile.topology import devices_of
@@ -28,6 +28,26 @@ from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.search.block import sizes_of_configuration
 
 KEY = choices.GATHER
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is asked of a device of a mesh; a TPU v5p unless told otherwise."""
+
+    device_kind: str = "TPU v5p"
+    platform: str = "tpu"
+    coords: tuple[int, ...] = (0, 0, 0)
+
+
+V5P = Device()
+
+
+def config_of(**values):
+    """Return two lockstep stages with weights split over four devices, in three microbatches."""
+    words = "engine=scheduled schedule=lockstep_1f1b num_repeats=1 num_microbatches=3"
+    return tiny(f"{words} stage=2 fsdp=4 global_batch_size=48", **values)
+
+
 MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
 CIRCULAR = {
     "pipeline.engine": "circular",

@@ -41,23 +41,15 @@ def test_spec_follows_the_rules(rules):
     assert rules.size("mlp") == 1
 
 
-def test_constrain_agrees_with_sharding(rules):
-    x = jax.jit(lambda x: rules.constrain(x, ("activation_batch", None)))(jnp.ones((8, 3)))
-    assert x.sharding.is_equivalent_to(rules.sharding(("activation_batch", None)), 2)
-
-
 def test_spec_of_an_axis_without_a_rule_is_refused(rules):
     message = problem_of(rules.spec, ("embed", "experts"))
-    assert "no rule for logical axis 'experts'" in message
-    assert "add [experts, []]" in message
+    assert all(part in message for part in ("no rule for logical axis 'experts'", "[experts, []]"))
 
 
 def test_spec_of_two_dimensions_on_one_mesh_axis_is_refused(mesh):
     rules = AxisRules([["embed", ["fsdp"]], ["mlp", ["data", "fsdp"]]], mesh)
     message = problem_of(rules.spec, ("embed", "mlp"))
-    assert "'embed'" in message
-    assert "'mlp'" in message
-    assert "'fsdp'" in message
+    assert all(word in message for word in ("'embed'", "'mlp'", "'fsdp'"))
     # One of size one is allowed.
     rules = AxisRules([["embed", ["tensor"]], ["mlp", ["tensor"]]], mesh)
     assert rules.spec(("embed", "mlp")) == P(None, None)
@@ -69,9 +61,7 @@ def test_spec_of_an_indivisible_dimension_is_not_split_and_reported_once(mesh):
     for _ in range(2):
         assert rules.spec(("embed", "mlp"), (7, 12)) == P(None, None)
     (line,) = said
-    assert "'embed'" in line
-    assert "7" in line
-    assert "'fsdp'" in line
+    assert all(word in line for word in ("'embed'", "7", "'fsdp'"))
     rules.spec(("embed", "mlp"), (9, 12))
     assert len(said) == 2
 

@@ -1,4 +1,4 @@
-"""Which attention kernel is chosen for which platform and sizes, and what is said about it."""
+"""Which kernel is chosen for which platform and sizes, and what is said about it."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,6 +8,7 @@ from helpers.engines import make_mesh, tiny
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
+from maxpipe.model.experts.split import choose_kernel as choose_experts_kernel
 from maxpipe.model.kernels.choose import choose_gating, choose_kernel, choose_rotation
 
 
@@ -118,3 +119,21 @@ def test_choose_kernel_on_gpus_of_another_maker_or_before_ampere_leaves_cudnn(ch
         chosen, said = choose("gpu")
         assert chosen == name
         assert ("capability 8.0 (A100), this GPU has" in said) == (capability == "7.5")
+
+
+def test_experts_on_auto_take_the_kernel_of_the_platform_unless_it_does_not_fit_and_says_so():
+    """Of experts of this width."""
+
+    def choose(platform, kernel="auto", width=2880):
+        sizes = {"model.embed_dim": 2880, "model.moe.experts": 4, "model.moe.mlp_dim": width}
+        said = []
+        model = tiny(**sizes, **{"model.moe.kernel": kernel}).model
+        return choose_experts_kernel(model, platform, said.append), "".join(said)
+
+    for platform, name in (("cpu", "blocks"), ("gpu", "blocks"), ("tpu", "megablox")):
+        assert choose(platform) == (name, f"model.moe.kernel={name}: the kernel for {platform}")
+    reason = "megablox cannot be used, model.moe.mlp_dim=250 is not a multiple of 8"
+    assert choose("tpu", width=250) == ("blocks", f"model.moe.kernel=blocks: {reason}")
+    assert choose("tpu", "blocks") == ("blocks", "")
+    with pytest.raises(ConfigError, match=r"it runs on tpu, not on cpu; use auto or blocks"):
+        choose("cpu", "megablox")

@@ -9,7 +9,6 @@ by more, or for every batch.
 
 import dataclasses
 
-import jax
 import pytest
 from helpers.engines import LATENT_WORDS, assert_same, make_batch, sequential, tiny, under_test
 
@@ -65,24 +64,15 @@ def test_in_bfloat16_loss_and_gradients_over_tensor_are_near_those_of_one_device
     assert_same(actual, expected, tolerance=OF_BFLOAT16)
 
 
-@pytest.mark.parametrize("passes", ["forward", "full"])
-def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(passes):
-    model = tiny(f"quantisation=int8 quantised_passes={passes}").model
+@pytest.mark.parametrize(
+    ("words", "tolerance"), [("quantisation=int8", 0.1), (INT8, 0.1), (FP8, 0.2)]
+)
+def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(words, tolerance):
+    model = tiny(words).model
     batch = make_batch(ROWS)
     quantised, plain = (sequential(m, ROWS).train(batch) for m in (model, tiny().model))
     assert quantised.loss != plain.loss
     assert quantised.loss == pytest.approx(plain.loss, rel=0.01)
     with pytest.raises(AssertionError, match="relative differences"):
         assert_same(quantised, dataclasses.replace(plain, loss=quantised.loss))
-    assert_same(quantised, plain, tolerance=0.1)
-
-
-@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_descent_along_gradients_of_8_bits_lowers_the_loss(form):
-    engine = under_test(tiny(f"quantisation={form} quantised_passes=full engine=sequential"))
-    batch, losses = make_batch(ROWS), []
-    for _ in range(8):
-        result = engine.train(batch)
-        losses.append(result.loss)
-        engine.params = jax.tree.map(lambda p, g: p - 0.3 * g, engine.params, result.gradients)
-    assert losses[-1] < losses[0] - 0.5, losses
+    assert_same(quantised, plain, tolerance)

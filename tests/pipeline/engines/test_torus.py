@@ -38,17 +38,16 @@ def test_engine_equals_one_device_with_gathers_in_two_steps(name, monkeypatch):
     assert_equals_one_device(of_lines(monkeypatch, name))
 
 
-@pytest.mark.parametrize(
-    "name", ["scheduled", pytest.param("scheduled_once", marks=pytest.mark.slow)]
-)
+ONCE = pytest.param("scheduled_once", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["scheduled", ONCE])
 def test_engine_equals_one_device_with_stages_in_different_slices(name, monkeypatch):
     monkeypatch.setattr(builder, "crossing_axes", lambda mesh: ("stage",))
     assert_equals_one_device(tiny("fsdp=4 " + CASES[name]))
 
 
-@pytest.mark.parametrize(
-    "name", ["sequential", pytest.param("scheduled_once", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["sequential", ONCE])
 def test_weights_are_gathered_twice_as_often_by_groups_of_two_and_it_is_said(name, monkeypatch):
     config = of_lines(monkeypatch, name)
 

@@ -137,20 +137,12 @@ def test_load_csv_with_transfers_and_gathers_ignores_them_and_says_so_once(path,
     assert "2 stages, 2 microbatches, 1 repeat, 6 free-running ticks" in captured.out
 
 
-def test_load_csv_with_idle_cells_keeps_its_ticks_and_has_no_note(path):
-    table = read(path, "0F0,,,,0B0\n,,1F0,1B0,\n", 2, 1, 1)
-    assert table.num_ticks == 5
-    assert table.note == ""
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0F0,,,0B0\n,1F0,1X0,\n", "row 2, column 3: '1X0' is not a unit"),
-        ("0F0,,0B0\n,1F0,1B0\n", "0B0 at tick 2, stage 0 is too early: it needs 1B0 at tick 2"),
         ("0F0,,,,,0B0\n1F0,,,1B0,,\n", "1F0 at tick 0, .* so the earliest possible is tick 1"),
         ("0F0,,,0B0\n,1F0,,\n", "1B0 is missing on stage 1"),
-        ("0F0,0F0,,,0B0\n,1F0,1B0,\n", "0F0 at tick 1, stage 0 is doubled: .* 0F0 at tick 0"),
         ("0F0,1F0,,0B0\n,,1B0,\n", r"1F0 \(row 1, column 2\) is on the wrong stage; .* to row 2"),
         (
             "0F0\n",
@@ -160,9 +152,7 @@ def test_load_csv_with_idle_cells_keeps_its_ticks_and_has_no_note(path):
         ("0F0,,,0B0\n,1F0,,70000B60000\n", "last chunk is 70000 .* there are only 4 units"),
         # Orders: stage 0 waits for the circle of the others.
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n", "wait for ever: .*2F1 for 1F1"),
-        ("0F0,0B0\n1F0\n", "wait for ever: 0B0 for 1B0; .*add what is missing"),
         ("0F0,0B0,0F0\n1F0,1B0\n", "0F0 is doubled, or no unit of stage 0"),
-        ("0F0,0B0\n1F0,1UNSHARDED\n", "row 2, column 2: '1UNSHARDED' is not a unit"),
         ("(0F0;0F1)OVERLAP_F_B\n1F0\n", r"row 1, column 1: '\(0F0;0F1\)OVERLAP_F_B' is not a unit"),
         ("0UNSHARD\n1UNSHARD\n", "the file has no units"),
     ],

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -91,48 +92,53 @@ def pick(table, data):
     return kind, int(tick[index]), int(stage[index])
 
 
-def test_validate_of_two_units_in_a_free_running_tick_is_refused():
-    table = load_schedule("1f1b", 1, 2)
-    both = changed(table, B_1_0=(IDLE, IDLE), B_2_0=(0, 0))
-    with pytest.raises(
-        ScheduleError, match="0F1 at tick 2, stage 0 and 0B0 at tick 2, stage 0 are in one tick"
-    ):
-        validate(both)
+def whole_and_split(table):
+    rows, chunks = padded(table, 1, B=np.full_like(table.microbatch["F"], IDLE))
+    rows["B"][-1, 0] = chunks["B"][-1, 0] = 0
+    return dataclasses.replace(table, microbatch=rows, chunk=chunks)
 
 
 @pytest.mark.parametrize(
-    ("cell", "name"), [((7, 0), "0F7"), ((0, 1), "2F0"), ((0, -1), "-2F0"), ((-2, 0), "0F-2")]
+    ("schedule", "change", "message"),
+    [
+        (
+            ("1f1b", 1, 2),
+            partial(changed, B_1_0=(IDLE, IDLE), B_2_0=(0, 0)),
+            "0F1 at tick 2, stage 0 and 0B0 at tick 2, stage 0 are in one tick",
+        ),
+        (
+            ("gpipe", 2, 2),
+            partial(changed, F_0_0=(7, 0)),
+            "0F7 at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
+        ),
+        (("gpipe", 2, 2), partial(changed, F_0_0=(0, 1)), "2F0 at tick 0, stage 0 does not exist"),
+        (
+            ("gpipe", 2, 2),
+            partial(changed, F_0_0=(0, -1)),
+            "-2F0 at tick 0, stage 0 does not exist",
+        ),
+        (
+            ("gpipe", 2, 2),
+            partial(changed, F_0_0=(-2, 0)),
+            "0F-2 at tick 0, stage 0 does not exist",
+        ),
+        (
+            ("lockstep_1f1b", 2, 4),
+            partial(dataclasses.replace, slack=1),
+            "1B0 at tick 1, stage 1 is too early: it needs 1F0 at tick 1, stage 1",
+        ),
+        (
+            ("lockstep_1f1b", 2, 4),
+            partial(dataclasses.replace, forwarding_delay=2),
+            "so the earliest possible is tick 2",
+        ),
+        (
+            ("zb_h1", 1, 1),
+            whole_and_split,
+            "0B0 at tick 3, stage 0 and 0I0 at tick 1, stage 0 are the same work",
+        ),
+    ],
 )
-def test_validate_of_a_cell_out_of_range_is_refused(cell, name):
-    table = load_schedule("gpipe", 2, 2)
-    with pytest.raises(
-        ScheduleError,
-        match=f"{name} at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
-    ):
-        validate(changed(table, F_0_0=cell))
-
-
-def test_ticks_of_a_unit_that_never_runs_are_minus_one():
-    table = changed(load_schedule("gpipe", 1, 2), F_1_0=(IDLE, IDLE))
-    assert table.ticks["F"].tolist() == [[0], [-1]]
-    assert forward_only(table).merged_ticks("BW").tolist() == [[-1], [-1]]
-
-
-def test_validate_of_a_table_without_its_slack_or_delay_is_refused():
-    table = load_schedule("lockstep_1f1b", 2, 4)
-    with pytest.raises(
-        ScheduleError, match="1B0 at tick 1, stage 1 is too early: it needs 1F0 at tick 1, stage 1"
-    ):
-        validate(dataclasses.replace(table, slack=1))
-    with pytest.raises(ScheduleError, match="so the earliest possible is tick 2"):
-        validate(dataclasses.replace(table, forwarding_delay=2))
-
-
-def test_validate_of_a_backward_both_whole_and_split_is_refused():
-    table = load_schedule("zb_h1", 1, 1)
-    rows, chunks = padded(table, 1, B=np.full_like(table.microbatch["F"], IDLE))
-    rows["B"][-1, 0] = chunks["B"][-1, 0] = 0
-    with pytest.raises(
-        ScheduleError, match="0B0 at tick 3, stage 0 and 0I0 at tick 1, stage 0 are the same work"
-    ):
-        validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))
+def test_validate_of_a_table_with_one_fault_names_it(schedule, change, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(change(load_schedule(*schedule)))

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from maxpipe.pipeline.engines.circular import conveyor as conveyor_module
-from maxpipe.pipeline.engines.circular import repeat_gather
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor
 
 
@@ -59,18 +58,3 @@ def test_conveyor_example_in_the_docstring_is_what_happens():
     lines = list(example_lines(Conveyor(2, 2, 4, 1)))
     print(*lines, sep="\n")
     assert "\n".join(lines) in conveyor_module.__doc__
-
-
-def test_repeats_in_the_docstring_of_repeat_gather_are_those_of_the_units():
-    conveyor = Conveyor(3, 2, 3, 1)
-    rows = [[] for _ in range(3)]
-    for t in range(conveyor.num_iterations):
-        is_active, _, repeat = conveyor.units(t)
-        for row, active, r in zip(rows, is_active, repeat, strict=True):
-            row.append(str(r) if active else "-")
-    documented = {
-        line.strip()[:7]: line.split()[2:]
-        for line in repeat_gather.__doc__.splitlines()
-        if line.strip().startswith("stage ")
-    }
-    assert documented == {f"stage {s}": row for s, row in enumerate(rows)}

@@ -5,8 +5,7 @@ from itertools import cycle
 
 import pytest
 from helpers.engines import EngineUnderTest, assert_equals_one_device, tiny
-from helpers.grids import COMMON, config_of, every_nth, named
-from helpers.pairwise import covering_array, sampled_product
+from helpers.grids import COMMON, config_of, covering_array, every_nth, named, sampled_product
 
 from maxpipe.config import ConfigError
 from maxpipe.config.catalog import REMAT_POLICIES

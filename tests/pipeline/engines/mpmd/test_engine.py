@@ -1,17 +1,20 @@
-"""The mpmd engine: gradients of one device, programs compiled once."""
+"""The mpmd engine: gradients of one device, programs compiled once, weights not cast early."""
 
 import itertools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import MpmdUnderTest, assert_equals_one_device, make_batch, sequential, tiny
+from helpers.engines import MpmdUnderTest, assert_equals_one_device, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.catalog import SCHEDULES, RematPolicy
 from maxpipe.config.options import update
+from maxpipe.pipeline.chunk import checkpoint
 from maxpipe.pipeline.engines.mpmd import runner, staged
+from maxpipe.pipeline.engines.mpmd.model import without_early_cast
 from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -150,10 +153,24 @@ def test_full_product_equals_one_device(words, packed):
     assert_equals_one_device(config_of(words), packed=packed)
 
 
-def test_evaluation_of_another_length_equals_that_of_one_device():
-    batch = {name: x[:, :4] for name, x in make_batch(10).items()}
-    model = config_of("num_layers=4").model
-    expected = sequential(model, ROWS).evaluate(batch)
-    words = "schedule=interleaved_1f1b num_repeats=2 num_layers=4 num_microbatches=6"
-    subject = MpmdUnderTest(config_of(words))
-    assert subject.evaluate(batch) == pytest.approx(expected, rel=1e-5)
+WEIGHT, X = jnp.ones((4, 4), jnp.float32), jnp.ones((2, 4), jnp.bfloat16)
+
+
+def product(weight, x):
+    return x @ without_early_cast(weight, jnp.bfloat16).astype(jnp.bfloat16)
+
+
+def test_weight_that_is_cast_has_a_barrier_before_and_its_gradient_has_none():
+    assert "barrier" not in str(jax.make_jaxpr(product)(WEIGHT.astype(jnp.bfloat16), X))
+    forward = str(jax.make_jaxpr(product)(WEIGHT, X))
+    assert forward.index("optimization_barrier") < forward.index("convert_element_type")
+    _, backward = jax.vjp(product, WEIGHT, X)
+    assert "optimization_barrier" not in str(jax.make_jaxpr(backward)(X))
+
+
+def test_backward_of_a_layer_that_saves_everything_applies_the_barrier_again():
+    layer = checkpoint(product, RematPolicy(everything=True))
+    residuals = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(layer, *args)[1]))(WEIGHT, X)
+    weights = [v for v in residuals.jaxpr.outvars if v.aval.shape == WEIGHT.shape]
+    assert weights
+    assert all(v in residuals.jaxpr.invars for v in weights)

@@ -9,22 +9,9 @@ from helpers.mpmd_programs import assert_computes, inputs, operations, sliced, w
 from maxpipe.pipeline.engines.mpmd.marks import mark_p
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
-from maxpipe.pipeline.jaxprs import calls_back, inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.jaxprs import calls_back
 
 both_splits = pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
-
-
-def phases(f, *args):
-    """Return the phases of the marks of a traced function, inner programs included, in order."""
-
-    def walk(jaxpr):
-        for eqn in open_jaxpr(jaxpr).eqns:
-            if eqn.primitive is mark_p:
-                yield eqn.params["phase"]
-            for inner in inner_jaxprs(eqn):
-                yield from walk(inner)
-
-    return list(walk(jax.make_jaxpr(f)(*args)))
 
 
 def two_stages(w, x):
@@ -44,15 +31,6 @@ def test_mark_is_the_identity_on_any_tree_with_an_array():
     jax.tree.map(np.testing.assert_array_equal, marked, tree)
     with pytest.raises(ValueError, match="needs an array"):
         mark({})
-
-
-def test_gradient_has_a_backward_mark_for_each_mark():
-    args = weights(2), inputs()
-    both = ["forward", "forward", "backward", "backward"]
-    assert phases(jax.value_and_grad(two_stages), *args) == both
-    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == both
-    assert phases(jax.value_and_grad(in_scan), *args) == ["forward", "backward"]
-    assert phases(lambda *args: jax.jvp(two_stages, args, args), *args).count("tangent") == 2
 
 
 def test_backward_mark_has_only_operands_with_a_gradient():
@@ -145,33 +123,15 @@ def test_marks_in_a_while_loop_and_of_tangents_are_refused():
 
 
 @both_splits
-def test_loops_branches_and_checkpoints_between_marks_work(split):
+def test_loops_branches_and_checkpoints_between_marks_and_a_vmap_around_one_work(split):
     def loss(w, x):
         x = mark(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, jnp.stack(w[:2]))[0])
         x = mark(jax.lax.cond(x[0, 0] > 0, lambda x: x @ w[2], jnp.cos, x))
-        return jnp.sum(mark(jax.checkpoint(jnp.sin)(x @ w[0])) ** 2)
+        return jnp.sum(jax.vmap(lambda x: mark(jax.checkpoint(jnp.sin)(x @ w[0])))(x) ** 2)
 
     program = sliced(loss, weights(), inputs(), split_backwards=split)
     assert program.num_chunks == 3
     assert_computes(program, loss, weights(), inputs())
-
-
-def test_marks_in_a_vmap_work():
-    def loss(w, xs):
-        return jnp.sum(jax.vmap(lambda x: mark(mark(jnp.sin(x @ w[0])) @ w[1]) ** 2)(xs))
-
-    program = sliced(loss, weights(2), inputs())
-    assert program.num_chunks == 2
-    assert_computes(program, loss, weights(2), inputs())
-
-
-def test_second_of_two_marks_in_a_row_ends_a_chunk_without_work():
-    def loss(w, x):
-        return jnp.sum(mark(mark(mark(jnp.sin(x @ w[0]))) @ w[1]))
-
-    program = sliced(loss, weights(2), inputs())
-    assert [operations(program, f"F{c}").count("dot_general") for c in range(3)] == [1, 0, 1]
-    assert_computes(program, loss, weights(2), inputs())
 
 
 def test_chunks_have_the_order_of_the_calls_where_they_do_not_depend_on_each_other():
@@ -190,13 +150,12 @@ def print_in_cond(x):
 
 
 @both_splits
-@pytest.mark.parametrize("show", [lambda x: jax.debug.print("largest {}", x), print_in_cond])
-def test_prints_stay_in_the_chunk_that_has_them(show, split):
+def test_prints_stay_in_the_chunk_that_has_them(split):
     def loss(w, x):
         for i, matrix in enumerate(w):
             x = mark(jnp.sin(x @ matrix))
             if i == 0:
-                show(jnp.max(x))
+                print_in_cond(jnp.max(x))
         return jnp.sum(x)
 
     program = sliced(loss, weights(), inputs(), split_backwards=split)

@@ -11,11 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.engines.mpmd.program import UnitName, before, route
+from maxpipe.pipeline.engines.mpmd.program import UnitName, route
 from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.pipeline.schedules.table import from_ticks
 from maxpipe.plan.simulate import simulate
 
 S, M = 3, 4
@@ -118,13 +117,6 @@ def test_live_activations_stay_within_the_peak_of_the_table(schedule):
         assert 0 < most[stage] <= kept * peak[stage] + waiting
 
 
-def test_execution_order_of_an_unsplit_backward_in_a_split_table_has_both_halves():
-    ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
-    table = from_ticks("mixed", 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
-    names = [(str(name), m) for _, name, m in execution_order(table)]
-    assert names == [("F0", 0), ("F0", 1), ("I0", 0), ("W0", 0), ("I0", 1), ("W0", 1)]
-
-
 def skip(w, x):
     """The first chunk's output is read again by the fourth."""
     first = x = mark_stage_boundary(jnp.sin(x @ w[0]))
@@ -170,30 +162,3 @@ def test_route_brings_each_value_before_its_reads_and_drops_it_afterwards(stages
                 if not left[stage][v]:
                     there[stage].discard(v)
     assert not any(there)
-
-
-def test_last_reads_hold_in_every_schedule():
-    program = sliced(chain, weights(), inputs(), split_backwards=True)
-    routes = route(program, [0, 1, 2])
-    for name, computation in program.computations.items():
-        stage = name.chunk
-        for v in routes.last_reads(stage, name):
-            assert all(other == name or before(other, name) for other in routes.uses[stage][v])
-        if name.kind == "W":
-            assert set(computation.reads) == routes.last_reads(stage, name)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (("F", 0), ("F", 1), True),
-        (("F", 2), ("B", 0), True),
-        (("I", 2), ("I", 1), True),
-        (("I", 1), ("W", 1), True),
-        (("W", 2), ("I", 1), False),
-        (("W", 2), ("W", 1), False),
-    ],
-)
-def test_before_is_the_order_that_all_schedules_keep(first, second, expected):
-    assert before(UnitName(*first), UnitName(*second)) is expected
-    assert not before(UnitName(*second), UnitName(*first))

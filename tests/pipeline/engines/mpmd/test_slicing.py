@@ -4,14 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 from helpers.mpmd_programs import (
     assert_computes,
     chain,
     computation,
-    evaluate,
     inputs,
     operations,
     sliced,
@@ -22,7 +20,6 @@ from maxpipe.builder import build_trainer
 from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump, fingerprint, route
-from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.schedules.load import load_schedule
 
 
@@ -44,22 +41,6 @@ def test_sliced_program_computes_loss_and_gradients(wrap, split):
     ]
 
 
-def test_computations_read_the_weights_of_their_chunk_only():
-    program = sliced(chain, weights(), inputs())
-    w, x = program.inputs[:3], program.inputs[3]
-    for c in range(3):
-        assert set(computation(program, f"F{c}").arguments) == ({w[0], x} if c == 0 else {w[c]})
-        assert set(computation(program, f"B{c}").arguments) <= {w[c], x}
-
-
-def test_neighbours_exchange_one_activation_and_one_gradient():
-    sends = route(sliced(chain, weights(), inputs()), [0, 1, 2]).sends
-    assert [f"{name}:{len(values)}" for name, values in sends.items()] == (
-        ["F0:1", "F1:1", "F2:0", "B2:1", "B1:1", "B0:0"]
-    )
-    assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
 def test_example_of_the_docstring_gives_the_computations_listed_there(split):
     def loss(w, x):
@@ -74,28 +55,6 @@ def test_example_of_the_docstring_gives_the_computations_listed_there(split):
                 listed.setdefault(name, []).append(equation.split()[2])
     program = sliced(loss, weights(2), inputs(), split_backwards=split)
     assert {str(name): operations(program, str(name)) for name in program.computations} == listed
-
-
-def test_forward_without_gradient_has_forward_computations_only():
-    program = slice_program(jax.make_jaxpr(chain)(weights(), inputs()))
-    assert list(map(str, program.computations)) == ["F0", "F1", "F2"]
-    np.testing.assert_allclose(
-        evaluate(program, weights(), inputs())[0], chain(weights(), inputs()), rtol=1e-6
-    )
-
-
-def test_casts_of_weights_are_recomputed_by_each_reader():
-    def loss(w, x):
-        half = [one.astype(jnp.bfloat16) for one in w]  # before any mark
-        for one in half:
-            x = mark(jnp.sin(x @ one.astype(jnp.float32)))
-        return jnp.sum(x * x)
-
-    program = sliced(loss, weights(), inputs())
-    kept = [v for c in program.computations.values() for v in c.writes]
-    assert all(v.aval.dtype == jnp.float32 and v.aval.shape == (2, 4) for v in kept)
-    assert operations(program, "F1").count("convert_element_type") == 2
-    assert_computes(program, loss, weights(), inputs())
 
 
 def test_costly_code_before_the_first_mark_runs_once_in_its_first_reader():
@@ -162,17 +121,6 @@ def test_recomputed_forward_of_a_checkpoint_runs_in_i_only():
     assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
 
 
-def test_casts_do_not_pass_from_i_to_w():
-    def loss(w, x):
-        for one in w:
-            x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
-        return jnp.sum(x * x)
-
-    program = sliced(loss, weights(), inputs(), split_backwards=True)
-    assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
-    assert_computes(program, loss, weights(), inputs())
-
-
 def test_fingerprint_tells_what_differs_and_is_the_same_for_another_trace():
     def digest(factor=3.0, rows=2, schedule="1f1b", microbatches=4):
         def loss(matrices, x):
@@ -196,14 +144,6 @@ def test_dump_names_values_after_their_computations():
     assert "  writes F0.1 f32[2,4] for F1, B1\n" in first
     assert "dot_general" in first
     assert "  adds to output 2 f32[4,4]\n" in texts[UnitName("B", 1)]
-
-
-def test_dump_has_captured_arrays_among_the_operands_of_their_reader():
-    scale = jnp.arange(4.0)
-    texts = dump(sliced(lambda matrices, x: chain(matrices, x * scale), weights(), inputs()))
-    operands = {str(name): text.partition(". let")[0] for name, text in texts.items()}
-    assert operands["F0"].endswith("lambda ; a:f32[4] b:f32[4,4] c:f32[2,4]")
-    assert "f32[4] " not in operands["F1"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,7 +1,6 @@
 """Seconds of a stage without its waiting: with arrays that are ready at a known time."""
 
 import math
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -102,15 +101,3 @@ def test_error_in_a_step_abandons_it(clock, time):
         clock.dispatched(time.ready(0))
         raise KeyError
     assert math.isnan(clock.take_seconds())
-
-
-def test_thread_ends_with_the_clock():
-    before = {*threading.enumerate()}
-    clock = StageClock()
-    with timed([clock]):
-        clock.end(jnp.zeros(()))
-    clock.take_seconds()
-    (thread,) = {*threading.enumerate()} - before
-    del clock
-    thread.join(10)
-    assert not thread.is_alive()

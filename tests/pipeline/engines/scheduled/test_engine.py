@@ -1,11 +1,18 @@
-"""The scheduled engine besides its grid of options: tables from files, sharding rules."""
+"""The scheduled engine besides its grid of options: tables from files, sharding rules, stores."""
 
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.engines import assert_equals_one_device, make_mesh, tiny
 
+from maxpipe.builder import build_engine_inputs
+from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.engines.scheduled.carry import filled
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
@@ -18,6 +25,11 @@ def small(words="", **values):
 
 def check(config):
     assert_equals_one_device(config, idle_fill=math.nan)
+
+
+def with_rules(rules):
+    changed = [rule for rule in DEFAULT_RULES if rule[0] not in rules]
+    return {"sharding.logical_axis_rules": changed + [[*rule] for rule in rules.items()]}
 
 
 # Microbatches out of order, holes, and one backward before the other's forward.
@@ -71,10 +83,8 @@ def test_gradients_of_a_table_from_a_file_are_exact(table, words, tmp_path):
     ids=str,
 )
 def test_gradients_under_other_sharding_rules_are_exact(rules):
-    changed = [rule for rule in DEFAULT_RULES if rule[0] not in rules]
-    changed += [[name, axes] for name, axes in rules.items()]
     words = "data=2 fsdp_gather=once" if "data" in str(rules) else "tensor=2"
-    check(small(words, **{"sharding.logical_axis_rules": changed}))
+    check(small(words, **with_rules(rules)))
 
 
 def test_skips_idle_on_auto_is_true_on_cpu_without_automatic_axes():
@@ -86,3 +96,40 @@ def test_skips_idle_on_auto_is_true_on_cpu_without_automatic_axes():
     assert not decision("tensor=2")
     assert decision("tensor=2 skip_idle=true")
     assert not decision("skip_idle=false")
+
+
+@pytest.mark.parametrize(
+    ("rule", "remedy"),
+    [
+        (["activation_batch", []], "[activation_batch, [fsdp]]"),
+        (["activation_length", ["stage"]], "[activation_length, [context]]"),
+        (["stage", []], "[stage, [stage]]"),
+        (["repeat", ["fsdp"]], "[repeat, []]"),
+        (["layers_per_stage", ["fsdp"]], "[layers_per_stage, []]"),
+        (["vocab", ["tensor", "fsdp"]], "from 'vocab' and give them to 'outer_embed'"),
+    ],
+    ids=str,
+)
+def test_check_rules_of_another_layout_names_rule_and_remedy(rule, remedy):
+    rules = dict([rule, ["outer_embed", []]] if rule[0] == "vocab" else [rule])
+    config = small("tensor=2", **with_rules(rules))
+    with pytest.raises(ConfigError) as error:
+        ScheduledEngine(build_engine_inputs(config, make_mesh(config)))
+    assert "sharding.logical_axis_rules" in str(error.value)
+    assert remedy in str(error.value)
+
+
+def test_filled_leaves_floats_as_they_are_on_accelerators_without_a_value():
+    def stores(value):
+        return filled((2, 3), jnp.float32, value), filled((2,), jnp.int32, value)
+
+    def lowered(value, platform):
+        traced = jax.jit(stores, static_argnums=0).trace(value)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    for platform in ("tpu", "cuda"):
+        assert lowered(None, platform).count("AllocateBuffer") == 1
+        assert "AllocateBuffer" not in lowered(0.0, platform)
+    for value in (None, 0.0, np.nan):
+        np.testing.assert_array_equal(stores(value)[1], 0)
+    assert np.isnan(stores(np.nan)[0]).all()

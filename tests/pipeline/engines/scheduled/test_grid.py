@@ -4,8 +4,7 @@ import math
 
 import pytest
 from helpers.engines import assert_equals_one_device
-from helpers.grids import COMMON, config_of, every_nth, named
-from helpers.pairwise import covering_array, sampled_product
+from helpers.grids import COMMON, config_of, covering_array, every_nth, named, sampled_product
 
 # Axes with two devices each.
 ONE_AXIS = ("", "fsdp", "tensor", "context")

@@ -159,54 +159,14 @@ def test_phases_of_lockstep_schedules_have_the_slots_that_run():
     assert (plan.ends.head_gradient < plan.sizes.gradients).sum() == M
 
 
-def test_phases_of_an_alternating_table_stay_few():
-    table = load_schedule("1f1b", 1, 16)
-    assert len(phases(table)) > 8
-    assert len(lockstep_plan(table).phases) == 3
-
-
-@pytest.mark.parametrize("name", ["lockstep_1f1b", "lockstep_zb"])
-@pytest.mark.parametrize("delay", [1, 2])
-@pytest.mark.parametrize("slack", [0, 1])
-@pytest.mark.parametrize(
-    ("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)]
-)
-def test_facts_of_a_phase_are_those_of_its_ticks(name, S, V, M, delay, slack):
-    """A phase has a fact if and only if one of its ticks has it."""
-    table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
-    plan = lockstep_plan(table)
-    parts = [plan.ticks(start, stop) for start, stop in plan.phases]
-    for part in parts:
-        single = [part.ticks(t, t + 1) for t in range(len(part.F.active))]
-        for fact in (
-            "stores_head_gradient",
-            "activations_arrive",
-            "gradients_arrive",
-            "reuses_residuals_in_tick",
-        ):
-            assert getattr(part, fact) == any(getattr(tick, fact) for tick in single)
-    backward = table.ticks["I" if name == "lockstep_zb" else "B"]
-    waits = backward[:, -1] > table.ticks["F"][:, -1]
-    assert slack == 0 or waits.all()
-    assert any(p.stores_head_gradient for p in parts) == waits.any()
-    assert any(p.B.from_head.any() for p in parts) == (not waits.all())
-    assert any(p.reuses_residuals_in_tick for p in parts) == (not waits.all())
-    assert any(p.activations_arrive for p in parts) == (S * V > 1)
-    assert any(p.gradients_arrive for p in parts) == (S * V > 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("dualpipe_v", "places chunks as 'v'"), ("mixed", "both B and I units")]
-)
-def test_plan_of_a_table_that_the_engine_has_no_slots_for_is_refused(name, reason):
-    if name == "mixed":
-        # One stage, two microbatches: the first backward full, the second split.
-        ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
-        table = from_ticks(name, 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
-    else:
-        table = load_schedule(name, 2, 4, 2)
-    validate(table)
-    with pytest.raises(
-        ScheduleError, match=f"{name}: cannot run on the scheduled engine: it .*{reason}"
+def test_plan_of_a_table_that_the_engine_has_no_slots_for_is_refused():
+    # One stage, two microbatches: the first backward full, the second split.
+    ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
+    mixed = from_ticks("mixed", 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
+    for table, reason in (
+        (load_schedule("dualpipe_v", 2, 4, 2), "places chunks as 'v'"),
+        (mixed, "both B and I units"),
     ):
-        lockstep_plan(table)
+        validate(table)
+        with pytest.raises(ScheduleError, match=f"run on the scheduled engine: it .*{reason}"):
+            lockstep_plan(table)
