@@ -43,8 +43,8 @@ def parameters_of(name: str, model: ModelConfig) -> Params:
     params: Params = {}
     for rule in tensor_rules(family_of(name), ModelProgram(model)):
         layers = range(model.stacked_layers) if rule.is_layer else (0,)
-        parts = [[rule.to_parameter(tensors[t]) for t, _ in rule.tensors(i)] for i in layers]
-        parts = [np.stack(experts) if rule.experts else experts[0] for experts in parts]
+        of_layers = [[rule.to_parameter(tensors[t]) for t, _ in rule.tensors(i)] for i in layers]
+        parts = [np.stack(experts) if rule.experts else experts[0] for experts in of_layers]
         branch = params
         for key in rule.path[:-1]:
             branch = branch.setdefault(key, {})
