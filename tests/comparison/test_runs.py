@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.commands import exit_code
 
 import maxpipe
 from maxpipe import runs
@@ -82,13 +83,13 @@ def test_run_that_ended_with_steps_that_are_not_finite_says_so(tmp_path, capsys)
         root = tmp_path / column
         file = write_run(root / "run", steps=3, evaluations=()) / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows[1][column] = None  # which is over
+        file.write_text("\n".join(map(json.dumps, rows)))
+        assert "not finite" not in printed(capsys, "ls", root)
         rows[2][column] = None
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("\n".join(map(json.dumps, rows)))
         assert "not finite" in printed(capsys, "ls", root)
         assert "loss        not finite" in printed(capsys, "show", root / "run")
-        rows[2][column], rows[1][column] = 1.0, None
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "not finite" not in printed(capsys, "ls", root)
 
 
 def test_lost_configurations_are_not_called_the_same(two, capsys):
@@ -144,15 +145,9 @@ def test_runs_of_one_name_are_told_apart_by_the_path_before_it_and_each_is_read_
 
 def test_show_has_all_about_a_run(two, capsys):
     text = printed(capsys, "show", two / "run-2")
-    for pattern in (
-        "step +6/8",
-        "best eval +3.5000 @6",
-        "tokens +12,288",
-        "s/step +2",
-        "time spent +step 1:10$",
-        "optimizer.learning_rate +0.0001",
-        "model.embed_dim +128",
-    ):
+    figures = "step +6/8", "best eval +3.5000 @6", "tokens +12,288", "s/step +2"
+    keys = "optimizer.learning_rate +0.0001", "model.embed_dim +128"
+    for pattern in (*figures, "time spent +step 1:10$", *keys):
         assert re.search(rf"^  {pattern}", text, re.MULTILINE), pattern
     shown = {line.split()[0] for line in text.splitlines() if "." in line}
     # What has its default, or was derived.
@@ -198,9 +193,7 @@ def test_runs_with_bad_words_end_with_2_and_one_line(two, capsys):
         (["compare", "{}/runs/run-2"], "run-2 is one run; name another"),
         (["plot", "{}/runs", "--html", "{}/none/x.html"], "--html: cannot write"),
     ]:
-        with pytest.raises(SystemExit) as end:
-            runs.main([word.format(two.parent) for word in words])
-        assert end.value.code == 2
+        assert exit_code(runs.main, [word.format(two.parent) for word in words]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.endswith("1 problem found\n")

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from helpers.commands import exit_code
 
 from maxpipe import train
 from maxpipe.comparison import sweep as sweep_module
@@ -19,18 +21,10 @@ def members(*words, overrides=()):
 
 
 def test_sweep_has_a_named_run_for_each_combination():
-    planned = members(
-        "optimizer.learning_rate=1e-3",
-        "model.num_layers=4,8",
-        "optimizer.learning_rate=3e-3",
-        "seed=7",
-    )
-    assert [member.name for member in planned] == [
-        "base-learning_rate_1e-3-num_layers_4",
-        "base-learning_rate_1e-3-num_layers_8",
-        "base-learning_rate_3e-3-num_layers_4",
-        "base-learning_rate_3e-3-num_layers_8",
-    ]
+    rates = "optimizer.learning_rate=1e-3", "optimizer.learning_rate=3e-3"
+    planned = members(rates[0], "model.num_layers=4,8", rates[1], "seed=7")
+    runs = [f"{rate}-num_layers_{layers}" for rate in ("1e-3", "3e-3") for layers in (4, 8)]
+    assert [member.name for member in planned] == [f"base-learning_rate_{run}" for run in runs]
     assert planned[1].words == ("optimizer.learning_rate=1e-3", "model.num_layers=8", "seed=7")
     assert planned[1].directory.as_posix() == "runs/base-learning_rate_1e-3-num_layers_8"
 
@@ -68,9 +62,7 @@ def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsy
         (["compile.save=a,b"], "compile.save: training stores no executable"),
     ]:
         monkeypatch.setattr(sweep_module, "_run", lambda _: pytest.fail("a run began"))
-        with pytest.raises(SystemExit) as end:
-            train.main(["base", "eval.every=50", "--sweep", *words])
-        assert end.value.code == 2
+        assert exit_code(train.main, ["base", "eval.every=50", "--sweep", *words]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.endswith("1 problem found\n")
@@ -78,30 +70,21 @@ def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsy
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """Return the words of the runs that would have begun; `ran.codes` are their exit codes."""
+    """Return what is called instead of beginning a run; `side_effect` has their exit codes."""
 
-    class Ran(list):
-        codes = ()
-
-    begun = Ran()
-
-    def pretend(words):
-        begun.append(words)
-        return begun.codes[len(begun) - 1]
-
-    monkeypatch.setattr(sweep_module, "_run", pretend)
+    begun = Mock()
+    monkeypatch.setattr(sweep_module, "_run", begun)
     monkeypatch.chdir(tmp_path)
     return begun
 
 
 def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
-    ran.codes = (0, 42, 0)
+    ran.side_effect = (0, 42, 0)
     words = ["base", "run_name=own", "steps=5", "--import", "math", "--sweep", "seed=1,2,3"]
     assert train.main(words) == 1
-    assert ran[1] == [
-        *(sys.executable, "-m", "maxpipe.train", "base", "steps=5", "seed=2"),
-        *("run_name=own-seed_2", "--import", "math"),
-    ]
+    of_its_own = ["seed=2", "run_name=own-seed_2", "--import", "math"]
+    began = [sys.executable, "-m", "maxpipe.train", "base", "steps=5", *of_its_own]
+    assert ran.call_args_list[1].args == (began,)
     printed = capsys.readouterr().out
     assert "sweep       2 of 3: own-seed_2 (seed=2)\n" in printed
     assert "own-seed_2 failed: exit code 42; the others go on" in printed
@@ -110,13 +93,12 @@ def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
 
 def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ran, capfd):
     """As one that does not fit into memory: it has a configuration and no figures."""
-    ran.codes = (0, 1)
+    ran.side_effect = (0, 1)
     done, failed = Path("runs", "base-seed_1"), Path("runs", "base-seed_2")
     done.mkdir(parents=True)
     failed.mkdir()
-    (done / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 1.0}\n'
-    )
+    row = '{"step": 1, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 1.0}\n'
+    (done / "metrics.jsonl").write_text(row)
     for root in (done, failed):
         (root / "config.yml").write_text("run_name: x\n")
     assert train.main(["base", "--sweep", "seed=1,2"]) == 1
@@ -127,10 +109,10 @@ def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ra
 
 def test_sweep_that_a_signal_stops_begins_no_other_run(ran, capsys):
     for code in (75, 130):
-        ran.clear()
-        ran.codes = (0, code)
+        ran.side_effect = (0, code)
         assert train.main(["base", "--sweep", "seed=1,2,3"]) == code
-        assert len(ran) == 2
+        assert ran.call_count == 2
+        ran.reset_mock()
         said = "stopped in base-seed_2; the same command goes on with it"
         assert said in capsys.readouterr().out
 

@@ -12,13 +12,9 @@ TICKS = 9
 
 
 def test_branch_runs_of_ticks_counts_microbatches_where_idle_slots_are_computed():
-    lockstep = {
-        "pipeline.engine": "scheduled",
-        "pipeline.schedule": "lockstep_1f1b",
-        "pipeline.num_repeats": 1,
-        "pipeline.num_microbatches": MICROBATCHES,
-        "mesh.ici.stage": 2,
-    }
+    lockstep = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
+    lockstep |= {"pipeline.num_microbatches": MICROBATCHES, "mesh.ici.stage": 2}
+    lockstep["pipeline.num_repeats"] = 1
     for values, runs in (
         ({"pipeline.skip_idle": "false"}, MICROBATCHES),
         ({"pipeline.skip_idle": "true"}, TICKS),

@@ -88,25 +88,16 @@ replica_groups={{0,1,2,3},{4,5,6,7}}
 
 
 def test_a_collective_fused_with_what_it_overlaps_counts_once(mesh):
-    text = """
-%begin (a: bf16[8]) -> (bf16[8], bf16[32]) {
+    gather = """
+%NAME (a: bf16[8]) -> (bf16[8], bf16[32]) {
   %a = bf16[8]{0} parameter(0)
-  ROOT %all-gather.1 = bf16[32]{0} all-gather(%a), channel_id=1, \
+  ROOT %all-gather.NAME = bf16[32]{0} all-gather(%a), channel_id=1, \
 replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }
-
-%async_collective_fusion.2 (a: bf16[8]) -> (bf16[32], f32[]) {
-  %a = bf16[8]{0} parameter(0)
-  ROOT %all-gather.2 = bf16[32]{0} all-gather(%a), channel_id=1, \
-replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-}
-
-%end (a: bf16[8]) -> bf16[32] {
-  %a = bf16[8]{0} parameter(0)
-  ROOT %all-gather.3 = bf16[32]{0} all-gather(%a), channel_id=1, \
-replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-}
-
+"""
+    names = "begin", "async_collective_fusion.2", "end"
+    text = "".join(gather.replace("NAME", name) for name in names)
+    text += """
 ENTRY %main (a: bf16[8]) -> bf16[32] {
   %a = bf16[8]{0} parameter(0)
   %async-collective-start.4 = (bf16[8]{0}, bf16[32]{0}) fusion(%a), kind=kCustom, calls=%begin
@@ -120,9 +111,9 @@ calls=%async_collective_fusion.2
     assert (only.bytes, only.sent_bytes) == (16, 48)
 
 
-class _Device:
-    def __init__(self, slice_index):
-        self.slice_index = slice_index
+def in_slices(slices, shape):
+    devices = np.array([SimpleNamespace(slice_index=i) for i in slices], dtype=object)
+    return SimpleNamespace(devices=devices.reshape(shape), axis_names=("stage", "fsdp"))
 
 
 def test_what_is_sent_to_other_slices_depends_on_the_collective():
@@ -142,8 +133,7 @@ is_host_transfer=true, frontend_attributes={TARGET_xla_megascale_transfer_type="
         "{{100000,100001,200000,200001}}": 2,
         "": 4,
     }
-    devices = np.array([_Device(i) for i in range(4)], dtype=object).reshape(4, 1)
-    mesh = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"))
+    mesh = in_slices(range(4), (4, 1))
     for kind in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
         for target, slices in targets.items():
             words = target and f"_xla_megascale_target={target},"
@@ -171,13 +161,10 @@ frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer
 frontend_attributes={_xla_megascale_transfer_type="ALL_GATHER"}
 }
 """
-    devices = np.array([_Device(i) for i in slices], dtype=object).reshape(2, 2)
-    with_slices = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"))
-    found = {c.network: c for c in find_collectives(parse(text), with_slices)}
-    assert {network: (c.kind, c.axes) for network, c in found.items()} == {
-        "dcn": ("all-gather", across),
-        "ici": ("all-gather", within),
-    }
+    collectives = find_collectives(parse(text), in_slices(slices, (2, 2)))
+    found = {c.network: c for c in collectives}
+    assert {network: c.axes for network, c in found.items()} == {"dcn": across, "ici": within}
+    assert {c.kind for c in collectives} == {"all-gather"}
     assert (found["dcn"].count, found["dcn"].sent_bytes) == (1, 1024)
 
 
@@ -192,9 +179,8 @@ def test_compiled_collectives_in_a_loop(mesh):
 
         return jax.lax.scan(tick, x, length=6)[0]
 
-    f = jax.jit(
-        jax.shard_map(device, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
-    )
+    specs = {"in_specs": P("fsdp"), "out_specs": P("fsdp"), "check_vma": False}
+    f = jax.jit(jax.shard_map(device, mesh=mesh, **specs))
     compiled = f.lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile()
     found = {(c.kind, c.axes): c for c in find_collectives(parse(compiled.as_text()), mesh)}
     block = 32 * 16 * 4

@@ -40,10 +40,7 @@ def plan():
 
 @pytest.fixture
 def ranked(plan, monkeypatch):
-    """ranked(answers, count): the plan with its best rows compiled.
-
-    Compilers answer with these proofs in their order, the last one again and again.
-    """
+    """ranked(answers, count): the plan with its best rows compiled to these proofs in order."""
 
     def _ranked(answers, count, **changes):
         left = [*answers]
@@ -68,13 +65,13 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, ranked):
     assert found.winner.candidate == finalists(plan.rows)[1].candidate
     assert found.winner.reason == ""
     assert found.rows[1].reason.startswith("+100.0%")
-    assert all(
-        re.match(r"not compiled; by closed forms (\+|as fast|\d)", reason_text(found, row))
-        for row in found.rows[3:]
-    )
+    for row in found.rows[3:]:
+        assert re.match(r"not compiled; by closed forms (\+|as fast|\d)", reason_text(found, row))
 
 
 def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_alone(plan, ranked):
+    assert plan.own.config.compile.topology == "v5p:2x2x1"
+    assert ranked([proved(2.0), proved(1.0)], 1).own.reason == "50.0% faster"
     found = ranked([proved(1000.0), proved(999.0)], 2)
     assert found.winner.candidate == finalists(plan.rows)[1].candidate
     rows = as_json(found)["rows"]
@@ -93,10 +90,8 @@ def of_engine(row, engine):
 
 def test_the_best_of_another_engine_is_compiled_second_unless_it_is_far_slower(plan):
     def order(slower):
-        rows = [
-            dataclasses.replace(of_engine(plan.rows[0], "scheduled"), reason=str(number))
-            for number in range(5)
-        ]
+        best = of_engine(plan.rows[0], "scheduled")
+        rows = [dataclasses.replace(best, reason=str(number)) for number in range(5)]
         for number, scale in slower.items():
             rows[number] = scaled(of_engine(rows[number], "circular"), scale)
         return [int(row.reason) for row in finalists(rows)]
@@ -109,9 +104,8 @@ def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_ne
     def order(slower):
         rows = [row for row in plan.rows if row.candidate.engine == "scheduled"][:4]
         scales = [(1 + n / 1000) / row.candidate.seconds.step for n, row in enumerate(rows)]
-        rows = [
-            dataclasses.replace(scaled(row, scales[n]), reason=str(n)) for n, row in enumerate(rows)
-        ]
+        rows = [scaled(row, scale) for row, scale in zip(rows, scales, strict=True)]
+        rows = [dataclasses.replace(row, reason=str(n)) for n, row in enumerate(rows)]
         assert len({row.candidate.sort for row in rows}) == 4
         twin = dataclasses.replace(rows[0].candidate, scans=not rows[0].candidate.scans)
         rows[1] = dataclasses.replace(rows[0], candidate=twin, reason="1")
@@ -169,11 +163,6 @@ def test_rows_fit_without_the_compilers_estimate_of_time(plan, ranked):
     assert found.winner.memory == 1e9
     assert found.winner.seconds == plan.rows[0].seconds
     assert basis_lines(found)[0].startswith("no compiler's estimate of time for this chip")
-
-
-def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, ranked):
-    assert plan.own.config.compile.topology == "v5p:2x2x1"
-    assert ranked([proved(2.0), proved(1.0)], 1).own.reason == "50.0% faster"
 
 
 def test_offloading_is_said_to_have_no_price(plan, capsys):

@@ -28,12 +28,10 @@ HloModule jit_f, is_scheduled=true
 }
 
 %body.2 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]) parameter(0)
   ROOT %negated = (s32[], f32[8]) custom-call(%p), custom_call_target="x"
 }
 
 %condition.2 (p: (s32[], f32[8])) -> pred[] {
-  %p = (s32[], f32[8]) parameter(0)
   ROOT %anything = pred[] custom-call(%p), custom_call_target="y"
 }
 
@@ -125,14 +123,12 @@ def test_compiled_loops_have_their_lengths():
         return jax.lax.scan(outer, x, length=3)[0]
 
     module = parse(jax.jit(f).lower(jnp.ones((4, 4))).compile().as_text())
-    loops = [
-        trip_count(module, computation, instruction)
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode == "while"
-    ]
+    loops, times = [], []
+    for computation, instruction, runs in executions(module):
+        if instruction.opcode == "while":
+            loops.append(trip_count(module, computation, instruction))
+        times += [runs] * (instruction.opcode == "sine")
     assert sorted(loops) == [3, 5]
-    times = [runs for _, instruction, runs in executions(module) if instruction.opcode == "sine"]
     assert 15 in times
 
 
@@ -154,8 +150,5 @@ ENTRY %main (x: f32[2]) -> f32[2] {
 }
 """
     module = parse(text)
-    assert {name: [*c.instructions] for name, c in module.computations.items()} == {
-        "offloaded": ["param.0"],
-        "branch": ["param.1"],
-        "main": ["k", "after"],
-    }
+    found = {name: [*c.instructions] for name, c in module.computations.items()}
+    assert found == {"offloaded": ["param.0"], "branch": ["param.1"], "main": ["k", "after"]}

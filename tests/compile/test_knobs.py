@@ -9,25 +9,12 @@ from maxpipe.plan.choices import with_gather_mode
 from maxpipe.plan.estimate import estimate
 
 POLICY = "pipeline.remat_policy"
-WRITTEN = replace(
-    Config(),
-    **{
-        "model.num_layers": 4,
-        "model.embed_dim": 64,
-        "model.num_query_heads": 4,
-        "model.num_kv_heads": 4,
-        "model.mlp_dim": 192,
-        "model.vocab_size": 512,
-        "data.sequence_length": 64,
-        "data.global_batch_size": 16,
-        "mesh.ici.stage": 2,
-        "pipeline.num_repeats": 1,
-        "pipeline.num_microbatches": 4,
-        "pipeline.schedule": "lockstep_1f1b",
-        POLICY: "full",
-        "eval.every": 0,
-    },
-)
+SIZES = {"model.num_layers": 4, "model.embed_dim": 64, "model.mlp_dim": 192}
+SIZES |= {"model.num_query_heads": 4, "model.num_kv_heads": 4, "model.vocab_size": 512}
+SIZES |= {"data.sequence_length": 64, "data.global_batch_size": 16, "eval.every": 0}
+STAGES = {"mesh.ici.stage": 2, "pipeline.num_repeats": 1, "pipeline.num_microbatches": 4}
+STAGES |= {"pipeline.schedule": "lockstep_1f1b", POLICY: "full"}
+WRITTEN = replace(Config(), **SIZES, **STAGES)
 
 
 def test_knobs_are_legal_and_save_what_they_say():

@@ -26,30 +26,26 @@ def torus(sizes, shape, names, slices=1):
 
 
 def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans():
-    found, expected = (
-        {},
-        {
-            # Closed dimensions of whole cubes: two links each.
-            ("v5p", (4, 4, 4), (4, 16)): (2, 4),
-            ("v4", (4, 4, 8), (16, 8)): (4, 2),
-            ("v5p", (4, 4, 4), (1, 64)): (1, 6),  # an axis of one device spans nothing
-            # Open lines: the ends have one link in each dimension.
-            ("v5p", (2, 2, 2), (2, 4)): (1, 2),
-            ("v5p", (2, 2, 4), (4, 4)): (2, 1),
-            ("v5e", (4, 4, 1), (4, 4)): (1, 1),
-            ("v6e", (4, 8, 1), (1, 32)): (1, 2),
-            # A dimension of a pod's whole length is closed.
-            ("v5e", (16, 16, 1), (16, 16)): (2, 2),
-            ("v6e", (8, 16, 1), (8, 16)): (1, 2),
-            # A part of a closed dimension is an open line.
-            ("v5e", (16, 16, 1), (64, 4)): (3, 1),
-        },
-    )
-    for chip, sizes, shape in expected:
+    expected = {
+        # Closed dimensions of whole cubes: two links each.
+        ("v5p", (4, 4, 4), (4, 16)): (2, 4),
+        ("v4", (4, 4, 8), (16, 8)): (4, 2),
+        ("v5p", (4, 4, 4), (1, 64)): (1, 6),  # an axis of one device spans nothing
+        # Open lines: the ends have one link in each dimension.
+        ("v5p", (2, 2, 2), (2, 4)): (1, 2),
+        ("v5p", (2, 2, 4), (4, 4)): (2, 1),
+        ("v5e", (4, 4, 1), (4, 4)): (1, 1),
+        ("v6e", (4, 8, 1), (1, 32)): (1, 2),
+        # A dimension of a pod's whole length is closed.
+        ("v5e", (16, 16, 1), (16, 16)): (2, 2),
+        ("v6e", (8, 16, 1), (8, 16)): (1, 2),
+        # A part of a closed dimension is an open line.
+        ("v5e", (16, 16, 1), (64, 4)): (3, 1),
+    }
+    for (chip, sizes, shape), links in expected.items():
         mesh = torus(sizes, shape, ("data", "fsdp"))
-        links = (links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
-        found[chip, sizes, shape] = tuple(links)
-    assert found == expected
+        found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
+        assert found == links, (chip, sizes, shape)
     # Several axes have all their dimensions, and those of slices only what is within one.
     mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
     assert links_along(mesh, chip_of("v5p"), "data,fsdp") == 4

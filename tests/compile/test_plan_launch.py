@@ -12,17 +12,9 @@ from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.machine import machine_of
 
 WORDS = [
-    "configs/base.yml",
-    "model.num_layers=8",
-    "data.global_batch_size=32",
-    "--fix",
-    "pipeline.remat_policy=minimal",
-    "--fix",
-    "pipeline.num_microbatches=8",
-    "--fix",
-    "mesh.ici.stage=2",
-    "--fix",
-    "mesh.ici.fsdp=1",
+    *("configs/base.yml", "model.num_layers=8", "data.global_batch_size=32"),
+    *("--fix", "pipeline.remat_policy=minimal", "--fix", "pipeline.num_microbatches=8"),
+    *("--fix", "mesh.ici.stage=2", "--fix", "mesh.ici.fsdp=1"),
 ]
 TOPOLOGY = ["--topology", "v5p:2x2x1"]
 

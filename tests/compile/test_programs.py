@@ -1,9 +1,11 @@
 """`python -m maxpipe.compile` for the mpmd engine: its stages' programs, memory and verdict."""
 
 import json
+import re
 
 import jax
 import pytest
+from helpers.commands import exit_code
 from helpers.compile_command import QUICK, report_of, tpu_aot
 from helpers.runs import last_words
 
@@ -26,7 +28,7 @@ SLICED = (
     *("pipeline.num_repeats=1", "pipeline.num_microbatches=2", "data.global_batch_size=16"),
     *("model.num_layers=2", "model.embed_dim=256", "model.mlp_dim=256", "model.vocab_size=512"),
     *("model.num_query_heads=2", "model.num_kv_heads=2", "model.head_dim=128"),
-    "data.sequence_length=128",
+    *("data.sequence_length=128", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.ici.fsdp=4"),
 )
 LARGE = [
     *("pipeline.schedule=circular", "pipeline.layers_per_stage=[]", "pipeline.num_repeats=1"),
@@ -48,10 +50,8 @@ def test_every_computation_is_there_as_sliced_and_as_compiled(written):
     kinds = ("F", "I", "W", "reduce")
     names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in kinds]
     assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
-    forward, late, hlo = (
-        (written / name).read_text()
-        for name in ("stage_0/F0.txt", "stage_1/W1.txt", "stage_1/I1.hlo")
-    )
+    paths = "stage_0/F0.txt", "stage_1/W1.txt", "stage_1/I1.hlo"
+    forward, late, hlo = ((written / path).read_text() for path in paths)
     # As sliced, with where values come from and go.
     assert "  reads  ['params']['embed']['embedding'] f32[320,8]\n" in forward
     assert "  writes F0.1 f32[2,16,16] for F1, I1\n" in forward
@@ -69,8 +69,7 @@ def test_every_computation_is_there_as_sliced_and_as_compiled(written):
 def test_programs_that_cannot_be_written_are_one_error(tmp_path, capsys):
     (tmp_path / "file").touch()
     out = f"{tmp_path}/file/out"
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["configs/base.yml", *SMALL, f"--programs={out}"])
+    assert exit_code(command.main, ["configs/base.yml", *SMALL, f"--programs={out}"]) == 2
     assert f"--programs: cannot write to {out}: Not a directory" in capsys.readouterr().err
 
 
@@ -82,26 +81,20 @@ def test_the_report_has_memory_by_stage_and_units(written):
     assert report["bubble"] == pytest.approx(bubble_fraction(resolve(config, 8)))
     names = ["F0", "F1", "I1", "W1", "I0", "W0", "reduce0", "reduce1"]
     assert [program["name"] for program in report["programs"]] == names
-    totals = [
-        stage["state_bytes"]
-        + max(stage["in_flight_bytes"] + stage["working_bytes"], stage["reduction_bytes"])
-        for stage in report["stages"]
-    ]
-    assert len(totals) == 2
-    assert report["memory"]["needed_bytes"] == max(totals)
+    totals = []
     for number, stage in enumerate(report["stages"]):
+        units = stage["in_flight_bytes"] + stage["working_bytes"]
+        totals.append(stage["state_bytes"] + max(units, stage["reduction_bytes"]))
         # Parameters, Adam's two moments and gradients of a layer: float32, on four devices.
         layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
         assert stage["state_bytes"] > 4 * 4 * layer / 4
         assert stage["in_flight_bytes"] > 0
-        temp = [
-            program["temp_bytes"] + program["program_bytes"]
-            for program in report["programs"]
-            if program["stage"] == number
-        ]
-        assert stage["working_bytes"] == max(temp)
+        programs = [p for p in report["programs"] if p["stage"] == number]
+        assert stage["working_bytes"] == max(p["temp_bytes"] + p["program_bytes"] for p in programs)
         # The summed gradients, which are there next to those of this device's rows
         assert stage["reduction_bytes"] > 4 * layer / 4
+    assert len(totals) == 2
+    assert report["memory"]["needed_bytes"] == max(totals)
 
 
 def test_the_report_has_the_keys_of_a_step_in_one_program(tmp_path, written, capsys):
@@ -117,9 +110,8 @@ def test_the_report_has_the_keys_of_a_step_in_one_program(tmp_path, written, cap
         assert report[key] == other[key]
     assert report["compile_seconds"] > 0
     of_one_program = ["flops", "collectives", "links", "compile_times", "gains"]
-    assert [
-        key for key in other if report[key] is None and other[key] is not None
-    ] == of_one_program
+    lacking = [key for key in other if report[key] is None and other[key] is not None]
+    assert lacking == of_one_program
     assert other["flops"] > other["model_flops"] > 0
     assert 4 * other["memory"]["parameters_bytes"] > 40e9  # split over stages and fsdp
     assert other["memory"]["temp_bytes"] > 0
@@ -136,8 +128,7 @@ def test_the_report_counts_collectives_by_program_and_step(written):
         for program in report["programs"]
     }
     runs = {program["name"]: program["runs"] for program in report["programs"]}
-    assert runs["W1"] == runs["F0"] == 2
-    assert runs["reduce1"] == 1
+    assert [runs[name] for name in ("F0", "W1", "reduce1")] == [2, 2, 1]
     for name, collectives in found.items():
         sums = [axes for kind, axes in collectives if kind == "all-reduce"]
         assert name.startswith("reduce") == any("data" in axes for axes in sums)
@@ -148,12 +139,9 @@ def test_the_report_counts_collectives_by_program_and_step(written):
         assert stage["collectives"]
         for total in stage["collectives"]:
             key = total["kind"], total["axes"]
-            parts = [
-                p["runs"] * found[p["name"]][key]["bytes"]
-                for p in programs
-                if key in found[p["name"]]
-            ]
-            assert total["bytes"] == pytest.approx(sum(parts))
+            having = [p for p in programs if key in found[p["name"]]]
+            parts = sum(p["runs"] * found[p["name"]][key]["bytes"] for p in having)
+            assert total["bytes"] == pytest.approx(parts)
 
 
 def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
@@ -170,9 +158,7 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
     # wide.
     moved = column * (5 * 16 + 2 * 32)
     programs = {program["name"]: program for program in report["programs"]}
-    assert {name: p["offloaded_bytes"] for name, p in programs.items() if name[0] in "FB"} == (
-        dict.fromkeys(("F0", "F1", "B0", "B1"), moved)
-    )
+    assert {programs[name]["offloaded_bytes"] for name in ("F0", "F1", "B0", "B1")} == {moved}
     for number, in_flight in ((0, 2), (1, 1)):
         stage = report["stages"][number]
         used = max(
@@ -184,12 +170,11 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
         assert stage["working_bytes"] == used + moved
         # Inputs of chunks, and what has arrived for others.
         assert stage["in_flight_bytes"] <= (in_flight + 2) * column * 16
-    printed = capsys.readouterr().out
-    assert f", offloaded {size(moved)};" in printed
     assert report["fits"] is False
-    assert "does NOT fit: " in printed
     assert "pipeline.num_microbatches=4" in {knob["words"] for knob in report["knobs"]}
-    assert "pipeline.num_microbatches=4 " in printed
+    printed = capsys.readouterr().out
+    for text in (f", offloaded {size(moved)};", "does NOT fit: ", "pipeline.num_microbatches=4 "):
+        assert text in printed
 
 
 def compiler_says(monkeypatch, message, program=""):
@@ -209,9 +194,7 @@ TOO_LARGE = "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM 
 
 def test_a_computation_that_the_compiler_refuses_is_named_in_one_error(monkeypatch, capsys):
     compiler_says(monkeypatch, "INVALID_ARGUMENT: Slice is empty.\nStack trace")
-    with pytest.raises(SystemExit) as exit_info:
-        command.main(["configs/base.yml", *SMALL])
-    assert exit_info.value.code == 2
+    assert exit_code(command.main, ["configs/base.yml", *SMALL]) == 2
     error = capsys.readouterr().err
     message = "the compiler refuses program F0 of the mpmd engine: INVALID_ARGUMENT: Slice is empty"
     assert message in error
@@ -230,8 +213,7 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     assert command.main(["configs/base.yml", *words, "--programs", str(tmp_path)]) == 3
     printed = capsys.readouterr().out
     assert "does NOT fit: F0 needs 24.9 GiB of 14.9 GiB; later programs were not" in printed
-    assert "what would help, by estimate:" in printed
-    assert "saves " in printed
+    assert re.search("what would help, by estimate:\n.* saves ", printed)
     assert "has no units for fp8: model.quantisation=fp8 is slower than bfloat16" in printed
     left = {path.name for path in (tmp_path / "stage_7").iterdir()}
     assert left == {"notes.txt", "F7.md", "F7x.hlo"}
@@ -266,17 +248,14 @@ class TestTpu:
     @pytest.mark.parametrize(
         "mesh",
         [
-            pytest.param(
-                ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2"),
-                marks=pytest.mark.slow,
-            ),
+            pytest.param(("compile.num_slices=2",), marks=pytest.mark.slow),
             # Each stage has two slices of four.
-            ("compile.num_slices=4", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.dcn.data=2"),
+            ("compile.num_slices=4", "mesh.dcn.data=2"),
         ],
         ids=["one_slice", "two_slices"],
     )
     def test_stages_in_slices_of_their_own_send_over_the_network_between_them(self, tmp_path, mesh):
-        words = (*SLICED, *mesh, "mesh.ici.fsdp=4")
+        words = (*SLICED, *mesh)
         report, _ = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
         assert report["fits"]
         # Activations [rows of a microbatch, 128, 256] of a device, at 3.125 GB/s
@@ -287,8 +266,7 @@ class TestTpu:
         assert networks == ({"ici"} if report["num_devices"] == 8 else {"ici", "dcn"})
 
     def test_stages_across_a_network_of_unknown_bandwidth_have_no_predicted_step(self, tmp_path):
-        words = ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.ici.fsdp=4")
-        words = (*SLICED, *words, "compile.topology=v4:2x2x1")
+        words = (*SLICED, "compile.num_slices=2", "compile.topology=v4:2x2x1")
         report, text = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
         assert report["predicted_step_seconds"] is None
         assert "no step time: transfers between stages, over a network of unknown bandwi" in text
@@ -296,17 +274,10 @@ class TestTpu:
 
     def test_a_unit_that_does_not_fit_is_named_with_what_would_help(self, tmp_path):
         words = (
-            "configs/models/llama3-8b.yml",
-            "compile.topology=v5e:2x2",
-            "model.num_layers=4",
-            "data.global_batch_size=32",
-            "mesh.ici.stage=2",
-            "mesh.ici.data=1",
-            "mesh.ici.fsdp=2",
-            "pipeline.schedule=1f1b",
-            "pipeline.num_repeats=1",
-            "pipeline.num_microbatches=2",
-            "pipeline.remat_policy=none",
+            *("configs/models/llama3-8b.yml", "compile.topology=v5e:2x2", "model.num_layers=4"),
+            *("data.global_batch_size=32", "mesh.ici.stage=2", "mesh.ici.data=1"),
+            *("mesh.ici.fsdp=2", "pipeline.schedule=1f1b", "pipeline.num_repeats=1"),
+            *("pipeline.num_microbatches=2", "pipeline.remat_policy=none"),
         )
         report, text = report_of(tmp_path, *words, code=3, environment=QUICK)
         assert report["too_large"] == "F0"

@@ -58,9 +58,7 @@ def test_step_bounds_are_those_of_the_slowest_part():
     assert quiet.mfu == pytest.approx(0.5)
     assert loud.step == loud.network == 4.0
     assert loud.mfu == pytest.approx(0.125)
-    unknown = bounds_of(network=None)
-    assert unknown.network is None
-    assert unknown.step == pytest.approx(1.0)
+    assert bounds_of(network=None).step == pytest.approx(1.0)  # of an unknown network
 
 
 def test_report_says_what_is_known_of_chip_links_and_memory():
@@ -112,8 +110,6 @@ def test_progress_notes_the_seconds_ever_less_often():
     with progress("compiling", lines.append, first_seconds=0.02):
         while len(lines) < 3 and time.monotonic() < began + 30:
             time.sleep(0.01)
-    count, took = len(lines), time.monotonic() - began
+    assert len(lines) >= 3
     assert re.fullmatch(r"compiling   for \d+ s", lines[0])
-    assert took >= 0.02 + 0.04 + 0.08
-    time.sleep(0.2)
-    assert len(lines) == count >= 3
+    assert time.monotonic() - began >= 0.02 + 0.04 + 0.08

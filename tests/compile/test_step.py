@@ -1,7 +1,6 @@
 """What is read of a compiler's own account of memory: stand-ins for compiled programs."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +11,13 @@ from maxpipe.compile.step import memory_of, out_of_memory
 LOOP = {"argument": 416, "output": 416, "alias": 0, "temp": 19968, "generated_code": 1}
 
 
-def memory(platform: str, peak: int, **changes: int) -> tuple[int, int]:
+def memory(platform, peak, **changes):
     sizes = LOOP | changes
     stats = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
-    compiled: Any = SimpleNamespace(
+    compiled = SimpleNamespace(
         memory_analysis=lambda: SimpleNamespace(**stats, peak_memory_in_bytes=peak)
     )
-    mesh: Any = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
+    mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
     found = memory_of(compiled, mesh)
     return found.temp, found.total
 

@@ -2,6 +2,7 @@ import contextlib
 import io
 import os
 import pty
+import re
 import termios
 
 from maxpipe.telemetry.console import (
@@ -14,49 +15,18 @@ from maxpipe.telemetry.console import (
 )
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def row(step, seconds):
     return {"step": step, "loss": 2.5, "learning_rate": 3e-4, "step_seconds": seconds}
 
 
-def run(
-    stream,
-    steps,
-    *,
-    start_step=0,
-    total_steps=100,
-    log_every=10,
-    peak_seconds=None,
-    compile_seconds=60.0,
-):
-    console = Console(
-        total_steps=total_steps,
-        start_step=start_step,
-        log_every=log_every,
-        tokens_per_step=4096,
-        peak_seconds=peak_seconds,
-        stream=stream,
-    )
+def run(stream, steps, *, start_step=0, total_steps=100, peak_seconds=None):
+    """Show steps, of which the first takes a minute and the others half a second."""
+    steps_of_run = {"total_steps": total_steps, "start_step": start_step, "log_every": 10}
+    speed = {"tokens_per_step": 4096, "peak_seconds": peak_seconds}
+    console = Console(**steps_of_run, **speed, stream=stream)
     for step in range(start_step + 1, start_step + steps + 1):
-        console.step(row(step, compile_seconds if step == start_step + 1 else 0.5))
+        console.step(row(step, 60.0 if step == start_step + 1 else 0.5))
     return console
-
-
-def read_to_end(reader: int) -> str:
-    text = b""
-    with contextlib.suppress(OSError):  # the end, when no writer is left
-        while part := os.read(reader, 65536):
-            text += part
-    os.close(reader)
-    return text.decode()
-
-
-def printed_steps(stream):
-    return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
 
 
 def test_console_log_every_10_prints_first_tenth_and_last():
@@ -67,7 +37,7 @@ def test_console_log_every_10_prints_first_tenth_and_last():
     ]:
         stream = io.StringIO()
         run(stream, **words).close()
-        assert printed_steps(stream) == steps
+        assert [*map(int, re.findall(r"^step +(\d+)/", stream.getvalue(), re.M))] == steps
 
 
 def test_console_first_step_does_not_enter_median():
@@ -80,16 +50,16 @@ def test_console_first_step_does_not_enter_median():
 
 
 def test_console_on_terminal_draws_no_bar_before_the_first_step():
-    stream = Terminal()
+    stream = io.StringIO()
+    stream.isatty = lambda: True
     console = run(stream, 0)
     console.print_line("devices     4")
     assert stream.getvalue() == "devices     4\n"
     console.step(row(1, 60.0))
     console.print_line("eval loss 2.0")
     console.close()
-    assert "step   1/100  loss 2.5000" in stream.getvalue()
-    assert "|" in stream.getvalue()
-    assert "eval loss 2.0\n" in stream.getvalue()
+    for text in ("step   1/100  loss 2.5000", "|", "eval loss 2.0\n"):
+        assert text in stream.getvalue()
     assert "MFU" not in stream.getvalue()  # of an unknown peak
 
 
@@ -101,7 +71,10 @@ def test_console_on_a_narrow_terminal_breaks_no_word_and_leaves_details_out(monk
         console = run(stream, 5, peak_seconds=0.1)
         console.print_line(f"done: 5 steps in {'x' * 40}; `python -m maxpipe.runs plot x` draws it")
         console.close()
-    text = read_to_end(reader)
+    text = ""
+    with contextlib.suppress(OSError), os.fdopen(reader, newline="") as terminal:
+        for line in terminal:  # to an error, when no writer is left
+            text += line
     assert "\n            `python -m maxpipe.runs plot x` draws it\r\n" in text
     last = "step   5/100  loss 2.5000  500 ms/step  8.19k tokens/s  MFU 20.0 %  left 0:48"
     assert last in text

@@ -5,26 +5,10 @@ from maxpipe.telemetry.profiling import STEPS, Profiler, SlowProcess
 from maxpipe.telemetry.writers import TelemetryError
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    made = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: made.append("start"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append("stop"))
-    return made
-
-
-def run(calls, window, steps, tmp_path):
-    calls.clear()
-    profiler = Profiler(window, tmp_path)
-    for step in steps:
-        profiler.before(step)
-        calls.append(step)
-        profiler.after(step)
-    profiler.close()
-    return calls
-
-
-def test_profiler_traces_exactly_steps_of_window(calls, tmp_path):
+def test_profiler_traces_exactly_steps_of_window(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
     for window, steps, expected in [
         ([3, 4], range(1, 7), [1, 2, "start", 3, 4, "stop", 5, 6]),
         ([2, 2], range(1, 4), [1, "start", 2, "stop", 3]),
@@ -33,7 +17,14 @@ def test_profiler_traces_exactly_steps_of_window(calls, tmp_path):
         ([2, 3], range(4, 6), [4, 5]),
         ([], range(1, 3), [1, 2]),
     ]:
-        assert run(calls, window, steps, tmp_path) == expected
+        calls.clear()
+        profiler = Profiler(window, tmp_path)
+        for step in steps:
+            profiler.before(step)
+            calls.append(step)
+            profiler.after(step)
+        profiler.close()
+        assert calls == expected
 
 
 def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, monkeypatch):

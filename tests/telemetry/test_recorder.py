@@ -11,20 +11,15 @@ from maxpipe.telemetry.writers import TelemetryError
 
 
 def recorder(tmp_path, *, steps=20, log_every=10, required=False, dense_layers=0, **options):
-    values = {
-        "steps": steps,
-        "telemetry.log_every": log_every,
-        "telemetry.required": required,
-        "model.first_dense_layers": dense_layers,
-    }
+    values = {"telemetry.log_every": log_every, "telemetry.required": required}
+    values |= {"steps": steps, "model.first_dense_layers": dense_layers}
     options = {"start_step": 0, "tokens_per_step": 4096, "peak_seconds": None} | options
     return Recorder(replace(Config(), **values), tmp_path / "run", **options)
 
 
 def rows(tmp_path):
-    return [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line]
 
 
 def logged_scalars(directory):
@@ -51,23 +46,12 @@ def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
     r.close()
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [*range(1, 13), 11, 12]
-    assert written[2] == {
-        "step": 3,
-        "loss": 5.0 / 3,
-        "grad_norm": 1.5,
-        "learning_rate": 3e-4,
-        "step_seconds": 0.5,
-        "tokens_per_second": 8192.0,
-        "mfu": 0.4,
-        "skipped": 0,
-    }
+    speed = {"step_seconds": 0.5, "tokens_per_second": 8192.0, "mfu": 0.4}
+    third = {"step": 3, "loss": 5.0 / 3, "grad_norm": 1.5, "learning_rate": 3e-4, "skipped": 0}
+    assert written[2] == third | speed
     assert written[-2] == {"step": 11, "eval_loss": 800.0, "eval_perplexity": None}
-    assert written[-1] == {
-        "step": 12,
-        "eval_loss": 2.25,
-        "eval_perplexity": math.exp(2.25),
-        "eval_bits_per_byte": 3.0,
-    }
+    last = {"step": 12, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25)}
+    assert written[-1] == last | {"eval_bits_per_byte": 3.0}
 
 
 def test_recorder_has_losses_of_sources_everywhere_and_the_largest_on_the_console(tmp_path, capsys):
@@ -148,45 +132,34 @@ def test_recorder_other_process_writes_prints_and_sends_nothing(tmp_path, capsys
     assert capsys.readouterr().out == ""
 
 
-class TestFilesThatCannotBeWritten:
-    """`/dev/full` takes no byte: every write to it is one to a full disk."""
+def fill_disk(recorder):
+    """Let every write of metrics be one to a full disk: `/dev/full` takes no byte."""
+    recorder._metrics.writer._file = io.FileIO("/dev/full", "a")
 
-    @pytest.fixture
-    def full(self, tmp_path):
-        """Make the metrics of a run a link to a full disk, and TensorBoard's directory a file."""
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "tensorboard").write_text("in the way")
 
-        def fill(recorder):
-            recorder._metrics.writer._file = io.FileIO("/dev/full", "a")
+def test_recorder_of_files_that_cannot_be_written_warns_once_and_goes_on(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("in the way")
+    r = recorder(tmp_path)
+    r.step(1, 5.0, 1.5, 3e-4, 0.5)
+    sound = r._metrics.writer._file
+    fill_disk(r)
+    for step in (2, 3):
+        r.step(step, 5.0, 1.5, 3e-4, 0.5)
+    r._metrics.writer._file = sound
+    r.step(4, 5.0, 1.5, 3e-4, 0.5)
+    r.evaluation(4, 2.0)
+    r.time_account(4, dict.fromkeys(PHASES, 1.0))
+    r.close()
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == 2
+    assert "metrics.jsonl cannot be written: No space left on device; training continues" in said
+    assert "tensorboard cannot be written: " in said
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4, 4, 4]
 
-        return fill
 
-    def test_recorder_warns_once_and_training_continues(self, tmp_path, full, capsys):
-        r = recorder(tmp_path)
+def test_recorder_of_required_files_that_cannot_be_written_raises(tmp_path):
+    r = recorder(tmp_path, required=True)
+    fill_disk(r)
+    with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)"):
         r.step(1, 5.0, 1.5, 3e-4, 0.5)
-        sound = r._metrics.writer._file
-        full(r)
-        for step in (2, 3):
-            r.step(step, 5.0, 1.5, 3e-4, 0.5)
-        r._metrics.writer._file = sound
-        r.step(4, 5.0, 1.5, 3e-4, 0.5)
-        r.evaluation(4, 2.0)
-        r.time_account(4, dict.fromkeys(PHASES, 1.0))
-        r.close()
-        said = capsys.readouterr().out
-        assert said.count("warning: ") == 2
-        assert (
-            "metrics.jsonl cannot be written: No space left on device; training continues" in said
-        )
-        assert "tensorboard cannot be written: " in said
-        assert "telemetry.required=true would end it" in said
-        text = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in text if line] == [1, 4, 4, 4]
-
-    def test_recorder_required_raises(self, tmp_path, full):
-        (tmp_path / "run" / "tensorboard").unlink()
-        r = recorder(tmp_path, required=True)
-        full(r)
-        with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)"):
-            r.step(1, 5.0, 1.5, 3e-4, 0.5)

@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -28,21 +29,10 @@ def test_metrics_file_numbers_round_trip_exactly_before_its_end_and_those_that_a
 
 def test_metrics_file_reopened_drops_later_steps_and_what_are_no_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    kept = [
-        b'{"step": 1, "loss": 3.0}',
-        b'{"step": 2, "loss": 2.0}',
-        b'{"step": 2, "eval_loss": 2}',
-    ]
-    for damaged in (
-        b'{"step": 3, "loss": 1.5}',
-        b"not json",
-        b"[1]",
-        b"\0\0\0",
-        b"\xff",
-        b"[" * 100_000,
-        b'{"loss": 1.0}',
-        b'{"step": "two"}',
-    ):
+    kept = b'{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "eval_loss": 2}'
+    kept = kept.splitlines()
+    no_rows = (b"not json", b"[1]", b"\0\0\0", b"\xff", b'{"loss": 1.0}', b'{"step": "two"}')
+    for damaged in (b'{"step": 3, "loss": 1.5}', *no_rows):
         path.write_bytes(b"\n".join([kept[0], damaged, *kept[1:], b'{"step": 2, "loss": 1}']))
         file = MetricsFile(path, 2)
         file.write({"step": 3, "loss": 1.25})
@@ -135,30 +125,25 @@ def test_tensorboard_leaves_values_out_that_are_not_finite(tmp_path, caplog):
     assert caplog.text == ""
 
 
-class Full:
-    """A writer that notes what it is asked for, and fails where it is asked for "full"."""
-
-    def __init__(self, *openings):
-        self.asked = []
-        self.write(*openings)
-
-    def write(self, *texts):
-        self.asked += texts
-        if "full" in texts:
-            raise OSError(errno.ENOSPC, "No space left on device")
+def write(asked, text):
+    """Note what a writer is asked for, and fail where that is "full"."""
+    asked.append(text)
+    if text == "full":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return asked
 
 
 @pytest.mark.parametrize("tries_again", [False, True])
 def test_sink_says_its_first_error_and_may_give_up_after_it(tries_again):
-    writer, lines = Full(), []
+    written, lines = [], []
     options = {"is_required": False, "print_line": lines.append, "tries_again": tries_again}
-    sink = Sink("the log", lambda: writer, **options)
+    sink = Sink("the log", lambda: written, **options)
     for text in ("a", "full", "full", "b"):
-        sink.use(lambda writer, text=text: writer.write(text))
+        sink.use(lambda asked, text=text: write(asked, text))
     for _ in range(2):
-        sink.close(lambda writer: writer.write("close"))
+        sink.close(lambda asked: write(asked, "close"))
     asked = ["a", "full", "full", "b", "close"] if tries_again else ["a", "full"]
-    assert writer.asked == asked
+    assert written == asked
     reason = "the log cannot be written: No space left on device"
     assert lines == [f"warning: {reason}; training continues; telemetry.required=true would end it"]
 
@@ -169,9 +154,10 @@ def test_required_sink_raises_whenever_it_fails(fails_at):
         return "full" if place == fails_at else place
 
     def run():
-        sink = Sink("the log", lambda: Full(text("open")), is_required=True, print_line=pytest.fail)
-        sink.use(lambda writer: writer.write(text("write")))
-        sink.close(lambda writer: writer.write(text("close")))
+        opened = partial(write, [], text("open"))
+        sink = Sink("the log", opened, is_required=True, print_line=pytest.fail)
+        sink.use(lambda asked: write(asked, text("write")))
+        sink.close(lambda asked: write(asked, text("close")))
 
     with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)$"):
         run()

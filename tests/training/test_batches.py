@@ -9,7 +9,7 @@ AXES = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
 def test_placed_rows_keep_their_order_over_any_sharding():
-    for spec in [P(("data", "fsdp"), None), P("fsdp", None), P(None, None)]:
+    for spec in [P(("data", "fsdp"), None), P("fsdp", None), P(None, None), P("data", "stage")]:
         batch = make_batch(8)
         place = BatchPlacer(make_mesh(tiny(**AXES)), spec, 8)
         assert place.rows == list(range(8))
@@ -18,23 +18,12 @@ def test_placed_rows_keep_their_order_over_any_sharding():
             np.testing.assert_array_equal(x, batch[name])
 
 
-def test_placed_sequences_may_be_split():
-    batch = make_batch(8)
-    placed = BatchPlacer(make_mesh(tiny(**AXES)), P("data", "stage"), 8)(batch)["tokens"]
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 4)}
-    np.testing.assert_array_equal(placed, batch["tokens"])
-
-
-def test_all_rows_of_one_process_is_its_own_state():
-    state = np.arange(24, dtype=np.int64).reshape(8, 3) + 2**40
-    assert all_rows(state, range(8), 8) is state
-
-
 def test_all_rows_of_two_processes_are_joined_by_row(monkeypatch):
     """This process has the rows 0, 1; the other one 2, 3, and both also row 4."""
     from jax.experimental import multihost_utils
 
     state = np.arange(15, dtype=np.int64).reshape(5, 3) + 2**40
+    assert all_rows(state, range(5), 5) is state  # all of them are of this process
     ours, theirs = [0, 1, 4], [2, 3, 4]
 
     def gather(values):

@@ -1,7 +1,5 @@
 """Runs that start from the weights of another run."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from helpers.runs import last_words, output_dir, saved, write_config
@@ -15,7 +13,7 @@ from maxpipe.training.initial_weights import RunWeights, newest_step
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def first(tmp_path_factory):
     """Return the command of a finished run, and its directory."""
     words = write_config(tmp_path_factory.mktemp("first"))
     root = output_dir(words) / "tiny"
@@ -24,14 +22,12 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     return words, root
 
 
-def _parameters(root: Path, step: int) -> dict[str, np.ndarray]:
+def _parameters(root, step):
     arrays = saved(root, step)
     return {name: array for name, array in arrays.items() if name.startswith("params.")}
 
 
-def test_run_starts_from_the_newest_weights_on_another_layout(
-    first: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_starts_from_the_newest_weights_on_another_layout(first, capsys):
     words, root = first
     more = ["run_name=second", "steps=1", "optimizer.learning_rate=0"]
     layout = ["mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_repeats=1"]
@@ -44,9 +40,7 @@ def test_run_starts_from_the_newest_weights_on_another_layout(
         np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
-def test_run_of_another_model_is_refused_with_all_names(
-    first: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_of_another_model_is_refused_with_all_names(first, capsys):
     words, root = first
     with pytest.raises(SystemExit, match="2"):
         train.main([*words, "run_name=third", f"init_from=run:{root}", "model.mlp_dim=128"])
@@ -55,19 +49,17 @@ def test_run_of_another_model_is_refused_with_all_names(
         assert name in error
 
 
-def test_init_from_run_takes_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_from_run_takes_a_directory(capsys):
     for place in ("", "s3://bucket/run"):
         with pytest.raises(SystemExit, match="2"):
             train.main(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
         assert "has none of the forms run:DIR" in capsys.readouterr().err
 
 
-def test_weights_of_a_run_that_processes_read_together_are_compared(
-    first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_run_that_processes_read_together_are_compared(first, monkeypatch):
     words, root = first
     config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 8)
-    compared: list[dict[str, str]] = []
+    compared = []
     RunWeights(config)
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(initial_weights, "agree_on", compared.append)
@@ -79,7 +71,7 @@ def test_weights_of_a_run_that_processes_read_together_are_compared(
     assert newest != older
 
 
-def test_newest_step_without_run_names_it(tmp_path: Path) -> None:
+def test_newest_step_without_run_names_it(tmp_path):
     with pytest.raises(ConfigError, match=r"^init_from: there is no directory \S+gone"):
         newest_step(f"run:{tmp_path}/gone")
     with pytest.raises(ConfigError, match=r"^init_from: .* holds no checkpoint"):

@@ -14,42 +14,27 @@ from maxpipe.training import start
 from maxpipe.training.start import explaining_memory
 
 # As written by XLA for CPUs, GPUs (three times) and TPUs (compiling, allocating, loading).
-MESSAGES = [
-    ("Out of memory allocating 115628717136 bytes.", "108 GiB asked for at once, the host has"),
-    ("Out of memory while trying to allocate 4770354232 bytes.", "4.44 GiB asked for at once"),
-    (
-        "Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0",
-        "6.27 GiB asked for at once",
-    ),
-    (
-        "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 63.80G of "
-        "30.75G hbm. Exceeded hbm capacity by 33.05G.",
-        "the program needs 63.8 GiB of 30.8 GiB",
-    ),
-    (
-        "Error allocating device buffer: Attempting to allocate 129.50M. That was not possible. "
-        "There are 78.17M free.; (0x0x0_HBM0)",
-        "130 MiB asked for at once, 78.2 MiB free",
-    ),
-    (
-        "Error loading program: Attempting to reserve 10.51G at the bottom of memory. That was not "
-        "possible. There are 8.97G free, 0B reserved, and 8.97G reservable.",
-        "10.5 GiB asked for at once, 8.97 GiB free",
-    ),
-]
+MESSAGES = {
+    "Out of memory allocating 115628717136 bytes.": "108 GiB asked for at once, the host has",
+    "Out of memory while trying to allocate 4770354232 bytes.": "4.44 GiB asked for at once",
+    "Failed to allocate request for 6.27GiB (6727663616B) on device": "6.27 GiB asked for at once",
+    "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 63.80G of 30.75G "
+    "hbm. Exceeded hbm capacity by 33.05G.": "the program needs 63.8 GiB of 30.8 GiB",
+    "Error allocating device buffer: Attempting to allocate 129.50M. That was not possible. There "
+    "are 78.17M free.; (0x0x0_HBM0)": "130 MiB asked for at once, 78.2 MiB free",
+    "Error loading program: Attempting to reserve 10.51G at the bottom of memory. That was not "
+    "possible. There are 8.97G free, 0B reserved": "10.5 GiB asked for at once, 8.97 GiB free",
+}
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "1f1b"])
 def test_lack_of_memory_is_told_with_sizes_and_what_helps(schedule):
-    written = replace(
-        Config(), **{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.schedule": schedule}
-    )
+    keys = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.schedule": schedule}
+    written = replace(Config(), **keys)
     config = resolve(written, 8)
-    for message, sizes in MESSAGES:
-        with (
-            pytest.raises(MemoryTooSmall) as told,
-            explaining_memory(written, config, build_mesh(config)),
-        ):
+    mesh = build_mesh(config)
+    for message, sizes in MESSAGES.items():
+        with pytest.raises(MemoryTooSmall) as told, explaining_memory(written, config, mesh):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
         first, remedies = str(told.value).split("\n")
         assert sizes in first

@@ -31,14 +31,10 @@ def words_of(tmp_path, *words):
     return command(tmp_path, *data, *evaluation, *words)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "circular",
-        "mpmd",
-        *[pytest.param(n, marks=pytest.mark.slow) for n in ("sequential", "scheduled")],
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sequential", "scheduled")]
+
+
+@pytest.mark.parametrize("engine", ["circular", "mpmd", *SLOW])
 def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path, capsys, engine):
     prompts = 'eval.prompts=["import os\\n","\\e[31mdef "]'
     assert train.main([*words_of(tmp_path, *ENGINES[engine]), prompts, "run_name=a"]) == 0

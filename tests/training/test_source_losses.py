@@ -68,13 +68,9 @@ def test_loss_of_a_source_is_that_of_its_held_out_documents(words, tmp_path, cap
 
 
 def test_sources_have_names_of_their_own():
-    entries = [
-        {"source": "python_stdlib", "weight": 1},
-        {"source": "text", "path": "a", "weight": 1},
-        {"source": "text", "path": "b", "weight": 1},
-        {"source": "jsonl", "path": "c", "weight": 1},
-        {"source": "jsonl", "path": "c", "weight": 1},
-    ]
+    texts, same = [("text", "a"), ("text", "b")], [("jsonl", "c")] * 2
+    entries = [{"source": s, "path": path, "weight": 1} for s, path in texts + same]
+    entries = [{"source": "python_stdlib", "weight": 1}, *entries]
     names = ["python_stdlib", "text:a", "text:b", "jsonl:c#4", "jsonl:c#5"]
     assert source_names(replace(Config(), **{"data.mixture": entries}).data) == names
 
@@ -92,7 +88,6 @@ def test_batches_of_sources_that_are_not_told_apart_are_refused(words):
         ("data.eval_path=/etc/hostname", "data.eval_path is one set"),
     ]:
         given = [*words[1:], word, "eval.batches_per_source=3"]
-        with pytest.raises(
-            ConfigError, match=rf"^eval\.batches_per_source .*: 3 batches .*{reason}"
-        ):
+        message = rf"^eval\.batches_per_source .*: 3 batches .*{reason}"
+        with pytest.raises(ConfigError, match=message):
             resolve(load("base", given), 8)

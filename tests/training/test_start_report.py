@@ -7,12 +7,8 @@ from helpers.engines import make_mesh, tiny
 from maxpipe.training import start_report
 from maxpipe.training.start_report import MAX_LINES, compress, format_memory, report
 
-PIPELINE = {
-    "mesh.ici.stage": 2,
-    "pipeline.num_repeats": 2,
-    "pipeline.num_microbatches": 4,
-    "model.num_layers": 8,
-}
+PIPELINE = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
+PIPELINE["model.num_layers"] = 8
 
 
 def report_of(*decisions, step=0, **values):
@@ -59,11 +55,8 @@ def test_report_with_many_decisions_is_cut_and_counts_the_missing(monkeypatch):
     stages = {"mesh.ici.stage": 4, "model.num_layers": 4, "pipeline.num_microbatches": 4}
     lines = report_of(*decisions, **stages)
     assert len(lines) == MAX_LINES
-    assert [line[:11].strip() for line in lines if line.startswith("  ")] == [
-        "stage 0",
-        "...",
-        "stage 3",
-    ]
+    stages = [line[:11].strip() for line in lines if line.startswith("  ")]
+    assert stages == ["stage 0", "...", "stage 3"]
     shown = sum("because" in line for line in lines)
     assert f"{40 - shown} more" in lines[-1]
 

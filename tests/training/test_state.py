@@ -28,15 +28,11 @@ def make_state():
 def test_map_by_parameter_gives_moments_their_parameter_and_counters_the_other_value():
     mapped = map_by_parameter(lambda leaf, name: (leaf.shape, name), make_state(), NAMES, "other")
     for mirror in (mapped.params, mapped.opt_state.mu, mapped.opt_state.nu):
-        assert mirror == {
-            "embed": {"table": ((2,), "E")},
-            "layers": {"mlp": {"table": ((3,), "L")}},
-        }
+        tables = {"table": ((2,), "E")}, {"mlp": {"table": ((3,), "L")}}
+        assert mirror == dict(zip(("embed", "layers"), tables, strict=True))
     assert [mapped.step, mapped.skips, mapped.opt_state.count] == [((), "other")] * 3
     assert mapped.key[1] == "other"
-
-
-def test_map_by_parameter_gives_all_of_a_per_layer_state_its_parameter():
+    # All of a state of its own for each parameter
     specs = jax.tree.map(lambda p: ParamSpec(p.shape, jnp.dtype("float32"), ("norm",), 0.0), PARAMS)
     opt_state = adafactor(OptimizerConfig(), specs).init(PARAMS)
     mapped = map_by_parameter(lambda leaf, name: name, opt_state, NAMES, "other")

@@ -1,8 +1,5 @@
 """Train steps in files: the same results as compiled here, and refusals with a reason."""
 
-import errno
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -24,8 +21,10 @@ def _enough_threads(monkeypatch):
 
 @pytest.fixture(scope="module")
 def config():
-    # With experts, whose figures are arrays among the metrics.
-    return tiny(**{"model.num_layers": 2, "model.moe.experts": 4, "model.moe.bias_rate": 1e-3})
+    """Return one on several devices with experts, whose figures are arrays among the metrics."""
+    experts = {"model.moe.experts": 4, "model.moe.bias_rate": 1e-3}
+    stages = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2}
+    return tiny(**{"model.num_layers": 2, **experts, **stages})
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +33,14 @@ def mesh(config):
 
 
 @pytest.fixture(scope="module")
-def file(config, mesh, tmp_path_factory):
+def executable(config, mesh):
+    return compile_step(config, mesh, build_trainer(config, mesh), print).executable
+
+
+@pytest.fixture(scope="module")
+def file(config, mesh, executable, tmp_path_factory):
     path = tmp_path_factory.mktemp("steps") / "step.bin"
-    step = compile_step(config, mesh, build_trainer(config, mesh), print)
-    assert write(str(path), step.executable, config, mesh) == path.stat().st_size
+    assert write(str(path), executable, config, mesh) == path.stat().st_size
     return path
 
 
@@ -54,45 +57,35 @@ def test_loaded_step_gives_the_results_of_the_compiled_step(config, mesh, file):
         state = trainer.init(jax.random.key(3))
         for seed in range(2):
             before = state.params["embed"]["embedding"]
-            state, metrics = trainer.step(
-                state, place(make_batch(config.data.global_batch_size, seed=seed))
-            )
+            batch = make_batch(config.data.global_batch_size, seed=seed)
+            state, metrics = trainer.step(state, place(batch))
             assert before.is_deleted()
         results.append((state, metrics))
-    (state, metrics), (loaded_state, loaded_metrics) = results
+    (state, _), (loaded_state, loaded_metrics) = results
     assert "batch_digest" in loaded_metrics
     assert loaded_metrics["expert_load_max"].shape == (config.model.num_layers,)
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
     jax.tree.map(np.testing.assert_array_equal, *results)
-    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(
-        lambda a: a.sharding, loaded_state
-    )
+    shardings = [jax.tree.map(lambda a: a.sharding, each) for each in (state, loaded_state)]
+    assert shardings[0] == shardings[1]
 
 
 def test_file_of_another_configuration_is_refused_by_key(config, mesh, file):
-    for values, key, words in [
-        (
-            {"optimizer.learning_rate": 0.5},
-            "optimizer.learning_rate",
-            "compiled with 0.0003, this run has 0.5",
-        ),
-        ({"data.sequence_length": 16}, "data.sequence_length", "compiled with 8, this run has 16"),
-        ({"data.packing": False}, "data.packing", "compiled with True, this run has False"),
+    for key, compiled, now in [
+        ("optimizer.learning_rate", 0.0003, 0.5),
+        ("data.sequence_length", 8, 16),
+        ("data.packing", True, False),
     ]:
         with pytest.raises(ConfigError) as error:
-            build_trainer(loading(config, file, **values), mesh)
+            build_trainer(loading(config, file, **{key: now}), mesh)
         (problem,) = error.value.problems
         assert problem.key == key
-        assert words in str(problem)
+        assert f"compiled with {compiled}, this run has {now}" in str(problem)
         assert "compile.save=" in str(problem)
 
 
 def test_origin_leaves_out_what_is_not_in_the_program(config, mesh):
-    other = replace(
-        config,
-        **{"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"},
-    )
-    assert origin(other, mesh) == origin(config, mesh)
+    changed = {"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"}
+    assert origin(replace(config, **changed), mesh) == origin(config, mesh)
 
 
 def test_file_of_another_machine_or_version_is_refused(config, mesh, file, monkeypatch):
@@ -103,64 +96,29 @@ def test_file_of_another_machine_or_version_is_refused(config, mesh, file, monke
             build_trainer(loading(config, file), mesh)
 
 
-def test_missing_foreign_and_damaged_files_are_refused(config, file, tmp_path):
+def test_file_that_cannot_be_written_is_refused(config, mesh, executable, tmp_path):
+    for place in (tmp_path / "no" / "directory", tmp_path):
+        with pytest.raises(ConfigError, match=r"compile\.save: cannot write"):
+            write(str(place), executable, config, mesh)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_missing_foreign_and_damaged_files_are_refused(file, tmp_path):
     whole = file.read_bytes()
     missing, foreign, cut = tmp_path / "missing", tmp_path / "foreign", tmp_path / "cut"
     foreign.write_bytes(b"\x80\x04\x95pickle")
     cut.write_bytes(whole[:-1])
-    cases = {
-        missing: "cannot read .*No such file",
-        foreign: "not written by compile.save",
-        cut: "is damaged",
-    }
-    for path, reason in cases.items():
+    for path, reason in [
+        (missing, "cannot read .*No such file"),
+        (foreign, "not written by compile.save"),
+        (cut, "is damaged"),
+    ]:
         with pytest.raises(ConfigError, match=f"compile.load: .*{reason}"):
             read(str(path))
-    with pytest.raises(ConfigError, match=r"compile\.save: cannot write"):
-        write(str(tmp_path / "no" / "directory"), _Compiled, config, make_mesh(config))
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(config, mesh, tmp_path, monkeypatch):
-    file = tmp_path / "step.bin"
-    file.write_bytes(b"old")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"compile\.save: cannot write .*No space left"):
-        write(str(file), _Compiled, config, mesh)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
-
-
-class _Compiled:
-    out_info = ({}, {})
-
-    @staticmethod
-    def runtime_executable():
-        return _Compiled
-
-    @staticmethod
-    def serialize():
-        return b""
-
-
-def test_loaded_step_runs_on_several_cpu_devices(tmp_path):
-    config = tiny(**{"model.num_layers": 2, "mesh.ici.stage": 2, "pipeline.num_microbatches": 2})
-    mesh, file = make_mesh(config), tmp_path / "step.bin"
-    trainer = build_trainer(config, mesh)
-    write(str(file), compile_step(config, mesh, trainer, print).executable, config, mesh)
-    place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
-    results = [
-        e.step(e.init(jax.random.key(3)), place(make_batch(config.data.global_batch_size)))
-        for e in (trainer, build_trainer(loading(config, file), mesh))
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_several_cpu_devices_with_few_threads_are_refused(config, mesh, file, monkeypatch):
     monkeypatch.setenv("NPROC", "16")
-    with pytest.raises(
-        ConfigError, match=r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"
-    ):
+    reason = r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"
+    with pytest.raises(ConfigError, match=reason):
         build_trainer(loading(config, file), mesh)

@@ -80,9 +80,7 @@ def test_canonical_leaves_have_the_stage_axis_over_another_dimension():
 
 def test_moments_have_the_shardings_of_their_parameters():
     state = made("circular 2x2x2")[0].abstract_state()
-    sharding = {"params": state.params, "mu": state.opt_state.mu, "nu": state.opt_state.nu}
-    specs = {
-        name: jax.tree.map(lambda leaf: leaf.sharding, tree) for name, tree in sharding.items()
-    }
-    assert specs["params"] == specs["mu"] == specs["nu"]
-    assert specs["params"]["layers"]["mlp"]["up"].spec == P(None, "stage", None, "fsdp", None)
+    trees = state.params, state.opt_state.mu, state.opt_state.nu
+    params, mu, nu = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in trees)
+    assert params == mu == nu
+    assert params["layers"]["mlp"]["up"].spec == P(None, "stage", None, "fsdp", None)

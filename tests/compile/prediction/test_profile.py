@@ -19,16 +19,14 @@ def nanoseconds(span):
 
 def test_spans_of_a_tick_have_a_lane_for_computation_and_for_each_transfer():
     timeline = walked()
-    assert sorted(map(nanoseconds, spans(timeline, "body"))) == sorted(
-        [
-            ("collective-permute stage", "collectives", 0, 100),
-            (COMPUTATION, "matrix products", 0, 60),
-            (COMPUTATION, WAIT, 60, 100),
-            ("all-gather fsdp", "collectives", 100, 200),
-            (COMPUTATION, WAIT, 100, 200),
-            (COMPUTATION, "loop fusions", 200, 250),
-        ]
-    )
+    assert {*map(nanoseconds, spans(timeline, "body"))} == {
+        ("collective-permute stage", "collectives", 0, 100),
+        (COMPUTATION, "matrix products", 0, 60),
+        (COMPUTATION, WAIT, 60, 100),
+        ("all-gather fsdp", "collectives", 100, 200),
+        (COMPUTATION, WAIT, 100, 200),
+        (COMPUTATION, "loop fusions", 200, 250),
+    }
 
 
 def test_spans_of_the_step_repeat_the_tick_and_fill_the_computations_lane():
@@ -76,13 +74,8 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
 def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
     document = json.loads(trace_json(walked()))
     events = document["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(names.values()) == {
-        COMPUTATION,
-        "copies",
-        "collective-permute stage",
-        "all-gather fsdp",
-    }
+    lanes = {COMPUTATION, "copies", "collective-permute stage", "all-gather fsdp"}
+    assert lanes == {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     run = [e for e in events if e["ph"] == "X"]
     end = max(e["ts"] + e["dur"] for e in run)
     assert end == pytest.approx(1e6 * walked().seconds)
@@ -102,21 +95,19 @@ def runs_by_thread(timeline):
     return {name: sorted(spans) for name, spans in runs.items()}
 
 
-def with_two_permutes():
-    """The program with a second permute, to another neighbour, that starts 30 ns later."""
-    first = next(line for line in PROGRAM.splitlines() if "%send =" in line)
-    second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", "{{2,0},{3,1}}")
-    between = (
-        '  %pre = f32[25] negate(%g), backend_config={"window_config":{"estimated_cycles":"30"}}'
+def test_trace_gives_spans_that_overlap_threads_of_their_own():
+    """A second permute, to another neighbour, starts 30 ns later."""
+    first, done = (
+        next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
+        for name in ("send", "got")
     )
-    done = next(line for line in PROGRAM.splitlines() if "%got =" in line)
+    second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", "{{2,0},{3,1}}")
+    cycles = '{"window_config":{"estimated_cycles":"30"}}'
+    between = f"  %pre = f32[25] negate(%g), backend_config={cycles}"
     later = done.replace("%got", "%got.2").replace("%send", "%send.2")
     text = PROGRAM.replace(first, f"{first}\n{between}\n{second}")
-    return walked(text.replace(done, f"{done}\n{later}"))
-
-
-def test_trace_gives_spans_that_overlap_threads_of_their_own():
-    threads = runs_by_thread(with_two_permutes())
+    timeline = walked(text.replace(done, f"{done}\n{later}"))
+    threads = runs_by_thread(timeline)
     starts = {
         name: next(start for start, _, operation in runs if operation.startswith("send"))
         for name, runs in threads.items()
@@ -125,4 +116,4 @@ def test_trace_gives_spans_that_overlap_threads_of_their_own():
     assert starts == {"collective-permute stage": 0, "collective-permute stage 2": 30}
     for runs in threads.values():
         assert all(end <= start for (_, end, _), (start, _, _) in pairwise(runs))
-    assert sum(map(len, threads.values())) == len(list(spans(with_two_permutes(), "main")))
+    assert sum(map(len, threads.values())) == len(list(spans(timeline, "main")))

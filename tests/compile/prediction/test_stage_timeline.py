@@ -90,12 +90,8 @@ class TestTpu:
 
     def test_compile_of_mpmd_predicts_its_step_and_weighs_its_stages(self, tmp_path):
         words = (
-            "compile.topology=v5e:2x2",
-            "model.num_layers=2",
-            "model.attention=dot_product",
-            "pipeline.schedule=1f1b",
-            "pipeline.num_repeats=1",
-            "pipeline.num_microbatches=4",
+            *("compile.topology=v5e:2x2", "model.num_layers=2", "model.attention=dot_product"),
+            *("pipeline.schedule=1f1b", "pipeline.num_repeats=1", "pipeline.num_microbatches=4"),
         )
         report, text = report_of(tmp_path, "configs/base.yml", *words)
         assert report["fits"] is True

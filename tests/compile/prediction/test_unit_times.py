@@ -13,13 +13,7 @@ from maxpipe.compile.prediction.unit_times import (
     times_taken,
     unit_seconds,
 )
-from maxpipe.compile.prediction.walk import (
-    Conditional,
-    Loop,
-    Place,
-    Spent,
-    Timeline,
-)
+from maxpipe.compile.prediction.walk import Conditional, Loop, Place, Spent, Timeline
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table
@@ -40,22 +34,17 @@ def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch():
     for repeats, forward_ticks, both in ((2, 7, 12), (4, 15, 20)):
         table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
         phases = phases_of(lockstep_plan(table))
-        assert [(phase.kinds, phase.ticks) for phase in phases] == [
-            ("F", forward_ticks),
-            ("FB", both),
-            ("B", forward_ticks),
-        ]
-        assert [phase.heads for phase in phases] == [0, 8, 0], (repeats, forward_ticks)
-        assert sum(phase.embeddings for phase in phases) == 8, (repeats, forward_ticks)
-        assert sum(phase.embedding_gradients for phase in phases) == 8, (repeats, forward_ticks)
+        found = [(phase.kinds, phase.ticks, phase.heads) for phase in phases]
+        assert found == [("F", forward_ticks, 0), ("FB", both, 8), ("B", forward_ticks, 0)]
+        assert sum(phase.embeddings for phase in phases) == 8, repeats
+        assert sum(phase.embedding_gradients for phase in phases) == 8, repeats
         assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8
-        assert times_taken(phases, 1.0, origin("phase_0/while/body/forward/embedding"), 7) == (
-            phases[0].embeddings
-        )
+        forward = origin("phase_0/while/body/forward/embedding")
+        assert times_taken(phases, 1.0, forward, 7) == phases[0].embeddings
         backward = origin("phase_2/while/body/backward/embedding")
         assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients
         # A conditional that is none of the table's is taken each time.
-        assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1, (repeats, forward_ticks)
+        assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1, repeats
 
 
 def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all():
@@ -90,17 +79,13 @@ def test_unit_seconds_of_split_backwards_come_from_the_phases_ticks():
     table = table_of("lockstep_zb", **words)
     phases = phases_of(lockstep_plan(table))
     slots = {"F": 3.0, "I": 4.0, "W": 2.0}
-    timeline = Timeline(
-        spent=[
-            part
-            for number, phase in enumerate(phases)
-            for part in (
-                spent(f"phase_{number}", phase.ticks, sum(slots[kind] for kind in phase.kinds)),
-                spent(f"phase_{number}", phase.heads, 0.5, "head"),
-            )
-        ],
-        conditionals=[Conditional("head", "phase_1", 12, 8, 0.5)],
-    )
+    parts = []
+    for number, phase in enumerate(phases):
+        seconds = sum(slots[kind] for kind in phase.kinds)
+        parts.append(spent(f"phase_{number}", phase.ticks, seconds))
+        parts.append(spent(f"phase_{number}", phase.heads, 0.5, "head"))
+    head = Conditional("head", "phase_1", 12, 8, 0.5)
+    timeline = Timeline(spent=parts, conditionals=[head])
     units = unit_seconds(timeline, table, phases)
     assert units.backward is None
     assert (units.forward, units.input_gradient, units.weight_gradient) == pytest.approx((3, 4, 2))

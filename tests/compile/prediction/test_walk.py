@@ -22,15 +22,25 @@ from maxpipe.compile.hlo import parse
 from maxpipe.compile.prediction.constants import constants_of
 from maxpipe.compile.prediction.operations import Part, Prices
 from maxpipe.compile.prediction.origins import Origin
-from maxpipe.compile.prediction.predict import (
-    collectives_of,
-    guessed_seconds,
-    parts_of,
-    unknowns,
-)
+from maxpipe.compile.prediction.predict import collectives_of, guessed_seconds, parts_of, unknowns
 from maxpipe.compile.prediction.prediction import Prediction
 from maxpipe.compile.prediction.walk import OUTSIDE
 from maxpipe.devices.chips import CHIPS, chip_of
+
+ATTENTION = (HLO / "attention.hlo").read_text(encoding="utf-8")
+CALL = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+
+
+def states(flops, moved):
+    """Return what a kernel states of its FLOPs and of the bytes that it moves."""
+    return (
+        ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
+        f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"{moved:.0f}"}}}}}}'
+    )
+
+
+def gmm(rows):
+    return f', metadata={{op_name="jit(sparse_rows_{rows})/jit(gmm)/pallas_call"}}'
 
 
 def nanoseconds(seconds):
@@ -119,11 +129,10 @@ def test_walk_names_phase_source_line_and_scope_of_an_operation():
     timeline = walked()
     spent = {s.name: s for s in timeline.spent}
     # The fusion's own line has no name; that of its matrix product counts.
-    assert spent["mlp"].origin.scope == "mlp"
-    assert spent["mlp"].origin.source == "maxpipe/model/layers.py:52"
-    assert spent["mlp"].place.phase == "phase_1"
+    assert (spent["mlp"].origin.scope, spent["mlp"].place.phase) == ("mlp", "phase_1")
     # The call from the package counts, not the line of an installed library.
-    assert spent["norm"].origin.source == "maxpipe/model/layers.py:52"
+    sources = {spent[name].origin.source for name in ("mlp", "norm")}
+    assert sources == {"maxpipe/model/layers.py:52"}
     assert spent["norm"].place.phase == OUTSIDE
     assert spent["head.work"].place.conditional == "head"
 
@@ -143,20 +152,17 @@ def test_origins_have_the_innermost_scope_of_the_model():
 def test_walk_says_what_it_cannot_price():
     config = ', backend_config={"window_config":{"estimated_cycles":"60"}}'
     assert config in PROGRAM
-    text = (
-        PROGRAM.replace(config, "")
-        .replace('"known_trip_count":{"n":"3"}', '"other":{}')
-        .replace("direction=LT", "direction=NE")
-    )
-    assert unknowns(walked(text)) == [
+    edits = {config: "", '"known_trip_count":{"n":"3"}': '"other":{}'}
+    edits |= {"direction=LT": "direction=NE"}
+    edits["collective-permute-done(%send)"] = "collective-permute-done(%g)"
+    text = PROGRAM
+    for old, new in edits.items():
+        text = text.replace(old, new)
+    assert {*unknowns(walked(text))} == {
         "matrix products without estimated_cycles: mlp",
         "loops of unknown length: loop",
-    ]
-
-
-def test_walk_names_the_end_of_a_transfer_whose_start_it_has_not_seen():
-    text = PROGRAM.replace("collective-permute-done(%send)", "collective-permute-done(%g)")
-    assert unknowns(walked(text)) == ["transfers of which only the end is found: got"]
+        "transfers of which only the end is found: got",
+    }
 
 
 def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_guessed():
@@ -169,8 +175,7 @@ def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_gues
     guessed = guessed_seconds(timeline)
     prediction = Prediction(timeline.seconds, BASIS, parts_of(timeline), guessed=guessed)
     share = round(100 * 800 * NANOSECOND / timeline.seconds)
-    line = f"  {share} % of the step has no estimate of the compiler's and is priced by its bytes"
-    assert line in prediction.lines()
+    assert f"  {share} % of the step has no estimate" in "\n".join(prediction.lines())
 
 
 def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
@@ -183,8 +188,7 @@ def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call()
 
 
 def test_prices_of_attention_kernels_come_from_causal_flops():
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    timeline = walked(text)
+    timeline = walked(ATTENTION)
     # Two products for half of 1024 x 1024 scores and the masked half of the diagonal's blocks.
     flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
@@ -192,26 +196,16 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
 
 
 def test_price_of_a_custom_call_is_known_where_it_moves_nothing():
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    first, without = "  %splash_mha_fwd.1", walked(text)
+    first, without = "  %splash_mha_fwd.1", walked(ATTENTION)
 
     def with_call(target):
         call = f'  %joined = bf16[2,2,1024,128] custom-call(%k, %k), custom_call_target="{target}"'
-        return walked(text.replace(first, f"{call}\n{first}", 1))
+        return walked(ATTENTION.replace(first, f"{call}\n{first}", 1))
 
     for target in ("ConcatBitcast", "AssumeGatherIndicesInBound"):
         assert with_call(target).seconds == without.seconds
         assert unknowns(with_call(target)) == unknowns(without)
     assert unknowns(with_call("Novel")) == ["kernels whose work is unknown: joined, own.1"]
-
-
-def attention_program(kernel, mask, blocks):
-    """The program of an attention kernel of 1024 queries and keys."""
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    text = text.replace("splash_mha_fwd", f"splash_mha_{kernel}").replace("s8[1,2,2]", mask)
-    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
-    call = '%k, %k), custom_call_target="tpu_custom_call"'
-    return text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
 
 
 HALF = 1024 * 1024 / 2  # pairs of a query and a key, without the masked half of blocks
@@ -221,17 +215,13 @@ ALL_BLOCKS = {
     for kernel, pair in SIZES.items()
     for side, size in zip(("q", "kv"), pair, strict=True)
 }
-SMALL = {"block_q": 128, "block_kv": 128, "block_q_dq": 128, "block_kv_dq": 128}
-SMALL |= {"block_q_dkv": 128, "block_kv_dkv": 128}
+SMALL = dict.fromkeys(ALL_BLOCKS, 128)
 NARROW_VALUES = {
     "m: s8": "v: bf16[2,2,1024,64], m: s8",
     "%m = ": "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ",
     "%k, %k)": "%k, %v)",
 }
-PART = {
-    "q: bf16[2,4,1024,128]": "q: bf16[2,4,256,128]",
-    "%q = bf16[2,4,1024,128]": "%q = bf16[2,4,256,128]",
-}
+PART = {f"q{sign} bf16[2,4,1024,128]": f"q{sign} bf16[2,4,256,128]" for sign in (":", " =")}
 
 
 @pytest.mark.parametrize(
@@ -257,63 +247,47 @@ PART = {
 def test_prices_of_attention_kernels_count_the_blocks_that_they_visit(
     kernel, mask, blocks, edits, channels, pairs
 ):
-    text = attention_program(kernel, mask, blocks)
-    for old, new in edits.items():
+    """Of 1024 queries and keys"""
+    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
+    call = '%k, %k), custom_call_target="tpu_custom_call"'
+    names = {"splash_mha_fwd": f"splash_mha_{kernel}", "s8[1,2,2]": mask}
+    names |= {call: f"{call}, frontend_attributes={{kernel_metadata={named}}}"}
+    text = ATTENTION
+    for old, new in (names | edits).items():
         text = text.replace(old, new)
     assert walked(text).seconds == pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
 
 
 def test_kernel_with_a_name_like_those_of_attention_is_priced_by_what_it_states():
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8").replace("own.1", "rmsnorm_fwd.1")
+    text = ATTENTION.replace("own.1", "rmsnorm_fwd.1")
     text = text.replace("custom-call(%q), ", "custom-call(%q, %k), ")
     assert unknowns(walked(text)) == ["kernels whose work is unknown: rmsnorm_fwd.1"]
     call = '(%q, %k), custom_call_target="tpu_custom_call"'
-    stated = (
-        ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
-        '{"flops":"0","transcendentals":"0","bytes_accessed":"1000"}}}'
-    )
-    timeline = walked(text.replace(call, call + stated))
+    timeline = walked(text.replace(call, call + states(0, 1000)))
     assert unknowns(timeline) == []
     assert timeline.seconds - walked(text).seconds == pytest.approx(1000 / CONSTANTS.hbm_bandwidth)
 
 
 def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses():
     for flops, used, seconds in ((8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)):
-        stated = (
-            f', metadata={{op_name="jit(sparse_rows_2_of_{round(2 / used)})/jit(gmm)/call"}}, '
-            'backend_config={"custom_call_config":{"body":"","cost_estimate":'
-            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"64"}}}}}}'
-        )
-        text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-        call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
-        without, timeline = walked(text), walked(text.replace(call, call + stated))
-        assert unknowns(timeline) == [], (flops, used)
-        assert timeline.seconds - without.seconds == pytest.approx(seconds), (flops, used)
-        assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds), (flops, used)
+        stated = gmm(f"2_of_{round(2 / used)}") + states(flops, 64)
+        timeline = walked(ATTENTION.replace(CALL, CALL + stated))
+        assert unknowns(timeline) == [], used
+        assert timeline.seconds - walked(ATTENTION).seconds == pytest.approx(seconds), used
+        assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds), used
 
 
 def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
-    def stated(flops, moved):
-        return (
-            ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
-            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"{moved:.0f}"}}}}}}'
-        )
-
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
     other = '(%m, %q, %k, %k), custom_call_target="tpu_custom_call"'
-    named = ', metadata={op_name="jit(sparse_rows_256_of_1024)/jit(gmm)/pallas_call"}'
-    without = walked(text).seconds
+    named = gmm("256_of_1024")
 
-    def seconds(flops, moved, name):
-        more = text.replace(call, call + stated(flops, moved)).replace(other, other + name)
-        return walked(more).seconds - without
+    def seconds(flops, moved, name, own=""):
+        text = ATTENTION.replace(CALL, CALL + own + states(flops, moved))
+        return walked(text.replace(other, other + name)).seconds - walked(ATTENTION).seconds
 
     assert seconds(8e9, 0, "") == pytest.approx(4 * seconds(8e9, 0, named))
-    other_share = named.replace("256", "512")
-    own = ', metadata={op_name="jit(sparse_rows_128_of_1024)/jit(gmm)/pallas_call"}'
-    more = text.replace(call, call + own + stated(8e9, 0)).replace(other, other + other_share)
-    assert walked(more).seconds - without == pytest.approx(seconds(8e9, 0, "") / 8)
+    of_its_own = seconds(8e9, 0, gmm("512_of_1024"), own=gmm("128_of_1024"))
+    assert of_its_own == pytest.approx(seconds(8e9, 0, "") / 8)
     # Operand and result have rows.
     skipped = 0.75 * 2 * (2 * 2 * 4 * 1024 * 128)
     difference = seconds(0, 1e9, "") - seconds(0, 1e9, named)
@@ -322,28 +296,21 @@ def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
 
 def test_constants_have_the_clocks_that_the_data_sheets_imply():
     clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
-    assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {
-        "v4": 1.05,
-        "v5e": 1.5,
-        "v5p": 1.75,
-        "v6e": 1.75,
-        "tpu7x": None,
-    }
+    expected = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": None}
+    assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == expected
     v5p = clocks["v5p"]
     assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
 
 
 def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
     """Of a closed torus of 4 x 4 x 4: along a line, in a plane, and in all of it."""
+    devices = np.empty((1, 64), object)
+    devices[0] = [
+        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+        for coords in product(range(4), repeat=3)
+    ]
+    torus = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"), size=64)
     for groups, links in (("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)):
-        devices: np.ndarray = np.empty(64, object)
-        devices[:] = [
-            SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
-            for coords in product(range(4), repeat=3)
-        ]
-        torus = SimpleNamespace(
-            devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64
-        )
         members = int(groups.partition("]")[0].split(",")[1])
         module = parse(
             "HloModule step\n\nENTRY %main (x: f32[25]) -> f32[25] {\n"
