@@ -37,7 +37,6 @@ MISTAKES = {
     "compile.topology=cpu --units=F1": "--units: is for pipeline.engine=mpmd; the scheduled engine",
     "compile.topology=cpu --programs=out": "--programs: is for pipeline.engine=mpmd; the scheduled",
     f"compile.topology=cpu {MPMD} --units=F9": "--units: there is no F9; there are F0, F1, B1, B0",
-    f"compile.topology=cpu {MPMD} --units=gather1": "is no unit; give a kind and a chunk each",
     f"compile.topology=cpu {MPMD} --hlo=x.hlo": "--hlo: is for a train step in one program",
     "compile.topology=cpu pipeline.engine=mpmd": "mpmd does not run schedule lockstep_1f1b",
     f"{V5P} --profile=one.txt": "--profile: writes .html, which one.txt does not end in",

@@ -116,29 +116,38 @@ def in_slices(slices, shape):
     return SimpleNamespace(devices=devices.reshape(shape), axis_names=("stage", "fsdp"))
 
 
-def test_what_is_sent_to_other_slices_depends_on_the_collective():
-    """By the slices that a target names, or all of them."""
-    text = """
+CROSSING = """
 ENTRY %main (a: f32[2,128]) -> f32[2] {
   %a = f32[2,128] parameter(0)
   %token = token[] after-all()
+  %near = f32[4,128] all-gather(%a), replica_groups={{0,1}}, dimensions={0}
   %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, \
 is_host_transfer=true, frontend_attributes={TARGET_xla_megascale_transfer_type="KIND"}
-  ROOT %done = token[] send-done(%send), channel_id=2
+  ROOT %done = token[] send-done(%send), channel_id=2, \
+frontend_attributes={_xla_megascale_transfer_type="KIND"}
 }
 """
+
+
+def crossing(kind, target, mesh):
+    """Return what is found by the network that it is sent over."""
+    words = target and f"_xla_megascale_target={target},"
+    text = CROSSING.replace("KIND", kind.upper().replace("-", "_")).replace("TARGET", words)
+    return {c.network: c for c in find_collectives(parse(text), mesh)}
+
+
+def test_what_is_sent_to_other_slices_depends_on_the_collective():
+    """By the slices that a target names, or all of them."""
     targets = {
         '"{1,2,3,4}x{0:0}"': 4,
         "{{100000,200000},{300000,400000}}": 2,
         "{{100000,100001,200000,200001}}": 2,
         "": 4,
     }
-    mesh = in_slices(range(4), (4, 1))
+    mesh = in_slices(np.repeat(range(4), 2), (4, 2))
     for kind in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
         for target, slices in targets.items():
-            words = target and f"_xla_megascale_target={target},"
-            named = text.replace("KIND", kind.upper().replace("-", "_")).replace("TARGET", words)
-            (found,) = find_collectives(parse(named), mesh)
+            found = crossing(kind, target, mesh)["dcn"]
             share = sent_bytes(kind, 1.0, slices)
             assert (found.bytes, found.sent_bytes) == (1024, share * 1024), (kind, target)
 
@@ -149,22 +158,9 @@ is_host_transfer=true, frontend_attributes={TARGET_xla_megascale_transfer_type="
 )
 def test_what_crosses_slices_is_sent_by_the_hosts(slices, across, within):
     """Partitions are those of one slice."""
-    text = """
-ENTRY %main (a: f32[2,128]) -> f32[2] {
-  %a = f32[2,128] parameter(0)
-  %token = token[] after-all()
-  %near = f32[4,128] all-gather(%a), replica_groups={{0,1}}, dimensions={0}
-  %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, \
-is_host_transfer=true, \
-frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
-  ROOT %done = token[] send-done(%send), channel_id=2, \
-frontend_attributes={_xla_megascale_transfer_type="ALL_GATHER"}
-}
-"""
-    collectives = find_collectives(parse(text), in_slices(slices, (2, 2)))
-    found = {c.network: c for c in collectives}
+    found = crossing("all-gather", '"{1,2}x{0:3}"', in_slices(slices, (2, 2)))
     assert {network: c.axes for network, c in found.items()} == {"dcn": across, "ici": within}
-    assert {c.kind for c in collectives} == {"all-gather"}
+    assert {c.kind for c in found.values()} == {"all-gather"}
     assert (found["dcn"].count, found["dcn"].sent_bytes) == (1, 1024)
 
 

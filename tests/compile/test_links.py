@@ -89,10 +89,8 @@ def test_network_seconds_are_those_of_the_slowest_axes():
         Collective("all-reduce", "", "ici", 1, 0, 0),
     ]
     uses = link_uses(collectives, mesh, chip)
-    assert [(use.axes, use.kind, use.links, use.of) for use in uses] == [
-        ("fsdp", "collectives", 2, 6),
-        ("stage", "permutes", 1, 6),
-    ]
+    found = [(use.axes, use.kind, use.links, use.of) for use in uses]
+    assert found == [("fsdp", "collectives", 2, 6), ("stage", "permutes", 1, 6)]
     assert [use.seconds for use in uses] == pytest.approx([1.0, 0.5])
     assert network_seconds(uses, chip) == pytest.approx(1.0)
     # At least those of all links together.

@@ -20,24 +20,24 @@ TOPOLOGY = ["--topology", "v5p:2x2x1"]
 
 
 @pytest.fixture
-def compilers(monkeypatch):
-    """Answer what is compiled; a list of what was, with the modules that it imports."""
+def compiled(monkeypatch):
+    """Return what is compiled: (configuration, imported modules); it does not fit v5e:2x2."""
     calls = []
 
     def compile_whole(text, note, imports):
-        calls.append(imports)
-        return Proof(1e9, float(len(calls)), True, "", 1.0)
+        calls.append((text, imports))
+        return Proof(1e9, float(len(calls)), "topology: v5e:2x2" not in text, "", 1.0)
 
-    monkeypatch.setattr("maxpipe.plan.__main__.is_installed", lambda name: True)
+    monkeypatch.setattr(command, "is_installed", lambda name: True)
     monkeypatch.setattr(proving, "compile_configuration", compile_whole)
     return calls
 
 
-def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compilers, tmp_path):
+def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compiled, tmp_path):
     file, best = tmp_path / "plan.json", tmp_path / "best.yml"
     words = ["--compile", "1", "--json", str(file), "--write", str(best)]
     assert command.main([*WORDS, *TOPOLOGY, *words]) == 0
-    assert compilers == [()]
+    assert [imports for _, imports in compiled] == [()]
     first, *others = json.loads(file.read_text())["rows"]
     assert first["basis"] == "compiled"
     assert {row["basis"] for row in others} == {"closed"}
@@ -48,18 +48,10 @@ def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compilers, tmp
 SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]
 
 
-def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
-    compilers, monkeypatch, tmp_path, capsys
-):
-    texts, file = [], tmp_path / "best.yml"
-
-    def compile_whole(text, note, imports):
-        texts.append(text)
-        return Proof(2e10, 1.0, "topology: v5e:2x4" in text, "", 1.0)
-
-    monkeypatch.setattr(proving, "compile_configuration", compile_whole)
+def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(compiled, tmp_path, capsys):
+    file = tmp_path / "best.yml"
     assert command.main([*WORDS, *SMALLEST, "--compile", "1", "--write", str(file)]) == 0
-    assert ["topology: v5e:2x2" in text for text in texts] == [True, True, False]
+    assert ["topology: v5e:2x2" in text for text, _ in compiled] == [True, True, False]
     assert "topology: v5e:2x4" in file.read_text()
     printed = capsys.readouterr().out
     assert "nothing that was compiled fits v5e:2x2: the next slice" in printed

@@ -143,7 +143,7 @@ class Tracker:
             raise RuntimeError("no\nroute to https://me:secret@server")
         self.steps.append(step)
 
-    def close(self, *, is_done: bool):
+    def close(self, *, is_done):
         self.is_done = is_done
 
 

@@ -141,11 +141,13 @@ def test_version_changes_lists_packages_of_another_version():
     assert str(change) == "jax 0.9 -> 0.10"
 
 
-def checkpointer_with(config, *steps):
+ROWS = np.zeros((1, 3), np.int64)
+PARTS = {"a": ROWS}, ROWS, {"config": {}}
+
+
+def checkpointer_with(config, step):
     checkpointer = Checkpointer(RunDirectory(config).checkpoints, CheckpointConfig(every=1))
-    rows = np.zeros((1, 3), np.int64)
-    for step in steps:
-        checkpointer.save(step, {"a": rows}, rows, {"config": {}})
+    checkpointer.save(step, *PARTS)
     checkpointer.wait()
     return checkpointer
 
@@ -171,22 +173,20 @@ def test_finished_step_is_the_last_one_if_its_record_is_sound(config, monkeypatc
 def test_finished_step_is_none_if_only_its_replica_is_sound(config, tmp_path):
     config = replace(config, steps=4)
     checkpoints = RunDirectory(config).checkpoints
-    rows = np.zeros((1, 3), np.int64)
-    parts = {"a": rows}, rows, {"config": {}}
 
     def start():
         replicas = Replicas(tmp_path / "memory", checkpoints, 4)
         return Checkpointer(checkpoints, CheckpointConfig(every=4), replicas=replicas)
 
     checkpointer = start()
-    checkpointer.replicate(4, *parts)
-    checkpointer.save(4, *parts)
+    checkpointer.replicate(4, *PARTS)
+    checkpointer.save(4, *PARTS)
     checkpointer.close()
     record_file(checkpoints / "4").write_bytes(b"")
     checkpointer = start()
     assert finished_step(config, checkpointer) is None
-    checkpointer.restore({"a": jax.ShapeDtypeStruct(rows.shape, rows.dtype)})
-    assert checkpointer.save(4, *parts), "what is on the disk cannot be restored"
+    checkpointer.restore({"a": jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)})
+    assert checkpointer.save(4, *PARTS), "what is on the disk cannot be restored"
     checkpointer.close()
     assert (checkpoints / "4.abandoned").exists()
     assert finished_step(config, checkpointer) == 4

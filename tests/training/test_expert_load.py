@@ -21,26 +21,21 @@ EXPERTS |= {"model.moe.balance_loss": 0.1, "model.moe.bias_rate": RATE, "model.n
 EXPERTS |= {"data.global_batch_size": ROWS, "optimizer.learning_rate": 1e-3}
 FIGURES = ("expert_load_max", "expert_load_entropy", "idle_experts")
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
+# Five chunks' worth of layers in four: a chunk has padding.
+UNEVEN = {**STAGES, "pipeline.layers_per_stage": [1, 2, 1, 1]}
 ENGINES = {
-    # Five chunks' worth of layers in four: a chunk has padding.
-    "circular": {
-        **STAGES,
-        "pipeline.schedule": "circular",
-        "pipeline.layers_per_stage": [1, 2, 1, 1],
-        "mesh.ici.fsdp": 2,
-    },
+    "circular": {**UNEVEN, "pipeline.schedule": "circular", "mesh.ici.fsdp": 2},
     "lockstep_1f1b": {
         **STAGES,
         "pipeline.schedule": "lockstep_1f1b",
+        "mesh.ici.context": 2,
         "pipeline.parallel_layers": 4,
         "pipeline.outside_layers": "before",
-        "mesh.ici.context": 2,
     },
     "zb_v": {
-        **STAGES,
+        **UNEVEN,
         "pipeline.schedule": "zb_v",
         "pipeline.remat_policy": "minimal",
-        "pipeline.layers_per_stage": [1, 2, 1, 1],
         "mesh.ici.expert": 2,
         "model.moe.dispatch": "all_to_all",
     },
@@ -66,10 +61,10 @@ def sequential():
     return first, trainer.to_canonical(state), before + after
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["circular", *[pytest.param(n, marks=pytest.mark.slow) for n in ("zb_v", "lockstep_1f1b")]],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("zb_v", "lockstep_1f1b")]
+
+
+@pytest.mark.parametrize("name", ["circular", *SLOW])
 def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential, name):
     first, last, expected_metrics = sequential
     trainer, place = make_trainer(ENGINES[name])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.runs import assert_same_run, output_dir, run, saved, train, write_config
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=1e-2"]
 
 
@@ -19,7 +19,6 @@ def runs(tmp_path_factory):
     return [*words, *LORA], root
 
 
-@pytest.mark.slow
 def test_base_keeps_its_bits_and_has_no_moments(runs):
     _, root = runs
     before, after = saved(root / "base", 1), saved(root / "adapted", 4)
@@ -34,7 +33,6 @@ def test_base_keeps_its_bits_and_has_no_moments(runs):
     assert moments == {name.partition(".layers.")[2] for name in added}
 
 
-@pytest.mark.slow
 def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(runs):
     words, root = runs
     more = [*words, "run_name=stopped", f"init_from=run:{root}/base", "steps=4"]
@@ -43,7 +41,6 @@ def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(runs):
     assert_same_run(root / "stopped", root / "adapted", 4)
 
 
-@pytest.mark.slow
 def test_run_with_adapters_is_no_base_of_another(runs):
     words, root = runs
     ended = run([*words, "run_name=third", f"init_from=run:{root}/adapted"])

@@ -62,13 +62,10 @@ def _factor_small_matrices():
         yield
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "adafactor" else [])
-        for name in OPTIMIZERS
-    ],
-)
+NAMES = [name for name in OPTIMIZERS if name != "adafactor"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_losses_and_state_do_not_depend_on_the_layout(name):
     (losses, state), (other_losses, other_state) = (trained(layout, name) for layout in LAYOUTS)
     assert losses[-1] < losses[0]

@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from helpers.commands import exit_code
 from helpers.runs import write_config
 
 from maxpipe.config import Config, replace, resolve
@@ -53,9 +54,8 @@ def test_train_without_memory_ends_with_1_and_no_traceback(tmp_path, monkeypatch
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
     monkeypatch.setattr(start, "train", fail)
-    with pytest.raises(SystemExit) as end:
-        main([*write_config(tmp_path), "mesh.simulated_devices=8", "mesh.ici.fsdp=4"])
-    assert end.value.code == 1
+    words = [*write_config(tmp_path), "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
+    assert exit_code(main, words) == 1
     said = capsys.readouterr().err
     assert "error: out of memory: 9 B asked for" in said
     assert "Traceback" not in said

@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from helpers.commands import exit_code
 from helpers.runs import assert_same_run
 from helpers.training_process import command
 
@@ -55,12 +56,9 @@ def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path,
 
 
 def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys):
-    for words, reason in [
-        (['eval.prompts=[""]'], "is empty"),
-        ([f"eval.prompts=[{'a' * 17}]"], "has 18 tokens.*shorten it"),
-    ]:
-        with pytest.raises(SystemExit, match="2"):
-            train.main(words_of(tmp_path, *ENGINES["sequential"], *words))
+    for prompt, reason in {'""': "is empty", "a" * 17: "has 18 tokens.*shorten it"}.items():
+        words = words_of(tmp_path, *ENGINES["sequential"], f"eval.prompts=[{prompt}]")
+        assert exit_code(train.main, words) == 2
         assert re.search(f"eval.prompts.*{reason}", capsys.readouterr().err)
 
 

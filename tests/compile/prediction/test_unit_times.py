@@ -26,14 +26,18 @@ def table_of(schedule, **values):
     return build_table(resolve(replace(Config(), **(keys | values)), 4))
 
 
+def with_phases(schedule, **values):
+    table = table_of(schedule, **values)
+    return table, phases_of(lockstep_plan(table))
+
+
 def origin(words):
     return Origin(f"jit(train_step)/shard_map/{words}/cond")
 
 
 def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch():
     for repeats, forward_ticks, both in ((2, 7, 12), (4, 15, 20)):
-        table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
-        phases = phases_of(lockstep_plan(table))
+        _, phases = with_phases("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
         found = [(phase.kinds, phase.ticks, phase.heads) for phase in phases]
         assert found == [("F", forward_ticks, 0), ("FB", both, 8), ("B", forward_ticks, 0)]
         assert sum(phase.embeddings for phase in phases) == 8, repeats
@@ -76,8 +80,7 @@ def spent(phase, ticks, seconds, conditional=""):
 
 def test_unit_seconds_of_split_backwards_come_from_the_phases_ticks():
     words = {"pipeline.num_repeats": 1, "pipeline.remat_policy": "minimal"}
-    table = table_of("lockstep_zb", **words)
-    phases = phases_of(lockstep_plan(table))
+    table, phases = with_phases("lockstep_zb", **words)
     slots = {"F": 3.0, "I": 4.0, "W": 2.0}
     parts = []
     for number, phase in enumerate(phases):
@@ -97,22 +100,19 @@ def test_unit_seconds_of_split_backwards_come_from_the_phases_ticks():
 
 
 def test_unit_seconds_hold_the_conditionals_of_attention():
-    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
-    phases = phases_of(lockstep_plan(table))
-    slots = {"F": 1.0, "B": 2.0}
-    parts = [
-        spent(f"phase_{number}", phase.ticks, slots[kind], conditional)
-        for number, phase in enumerate(phases)
-        for kind in phase.kinds
-        for conditional in ("", f"attention{' gradient' if kind == 'B' else ''}")
-    ]
+    table, phases = with_phases("lockstep_1f1b", **{"pipeline.num_repeats": 2})
+    slots = {"F": (1.0, "attention"), "B": (2.0, "attention gradient")}
+    parts = []
+    for number, phase in enumerate(phases):
+        for seconds, attention in map(slots.get, phase.kinds):
+            for conditional in ("", attention):
+                parts.append(spent(f"phase_{number}", phase.ticks, seconds, conditional))
     units = unit_seconds(Timeline(spent=parts), table, phases)
     assert (units.forward, units.backward) == pytest.approx((2, 4))
 
 
 def test_unit_seconds_that_phases_do_not_tell_apart_are_unknown():
-    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
-    phases = phases_of(lockstep_plan(table))
+    table, phases = with_phases("lockstep_1f1b", **{"pipeline.num_repeats": 2})
     (both,) = [phase for phase in phases if phase.kinds == "FB"]
     assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
     seconds = {"F": 5.0, "FB": 4.0, "B": 0.5}
@@ -125,7 +125,7 @@ def test_phase_times_take_one_iteration_from_the_loop_if_that_has_all_of_them():
     loop = Loop("forward loop 1", "a", 4, 2.0)
     (time,) = phase_times(Timeline(spent=parts, loops=[loop]), [])
     assert (time.iterations, time.seconds, time.each) == (4, 9.0, 2.0)
-    phases = phases_of(lockstep_plan(table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})))
+    _, phases = with_phases("lockstep_1f1b", **{"pipeline.num_repeats": 2})
     shorter = Loop("phase_0", "a", phases[0].ticks - 1, 2.0)
     (time,) = phase_times(Timeline(spent=[spent("phase_0", 7, 3.0)], loops=[shorter]), phases)
     assert (time.iterations, time.each) == (7, 3.0)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from types import SimpleNamespace
 
@@ -29,6 +30,10 @@ from maxpipe.devices.chips import CHIPS, chip_of
 
 ATTENTION = (HLO / "attention.hlo").read_text(encoding="utf-8")
 CALL = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+
+
+def edited(text, edits):
+    return reduce(lambda text, edit: text.replace(*edit), edits.items(), text)
 
 
 def states(flops, moved):
@@ -155,10 +160,7 @@ def test_walk_says_what_it_cannot_price():
     edits = {config: "", '"known_trip_count":{"n":"3"}': '"other":{}'}
     edits |= {"direction=LT": "direction=NE"}
     edits["collective-permute-done(%send)"] = "collective-permute-done(%g)"
-    text = PROGRAM
-    for old, new in edits.items():
-        text = text.replace(old, new)
-    assert {*unknowns(walked(text))} == {
+    assert {*unknowns(walked(edited(PROGRAM, edits)))} == {
         "matrix products without estimated_cycles: mlp",
         "loops of unknown length: loop",
         "transfers of which only the end is found: got",
@@ -252,9 +254,7 @@ def test_prices_of_attention_kernels_count_the_blocks_that_they_visit(
     call = '%k, %k), custom_call_target="tpu_custom_call"'
     names = {"splash_mha_fwd": f"splash_mha_{kernel}", "s8[1,2,2]": mask}
     names |= {call: f"{call}, frontend_attributes={{kernel_metadata={named}}}"}
-    text = ATTENTION
-    for old, new in (names | edits).items():
-        text = text.replace(old, new)
+    text = edited(ATTENTION, names | edits)
     assert walked(text).seconds == pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
 
 
