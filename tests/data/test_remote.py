@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.documents import all_of, opened
 
 from maxpipe.config import ConfigError
-from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import open_all
 from maxpipe.data.files import find_files
 
 OBJECTS = {
@@ -35,9 +34,8 @@ def test_find_files_url_may_be_file_directory_or_glob(bucket, tmp_path):
         ("s3://maxpipe/corpus/b.jsonl, s3://maxpipe/corpus/readme.txt", ["b.jsonl", "readme.txt"]),
     ]:
         files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
-        assert [Path(file).read_bytes() for file in files] == [
-            OBJECTS[f"corpus/{name}"] for name in names
-        ]
+        contents = [OBJECTS[f"corpus/{name}"] for name in names]
+        assert [Path(file).read_bytes() for file in files] == contents
         assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
 
 
@@ -51,12 +49,8 @@ def test_source_reads_remote_files_and_copies_one_again_only_if_it_changed(bucke
     changed = b'{"text": "changed"}\n'
     bucket.put_object(Bucket="maxpipe", Key="corpus/b.jsonl", Body=changed)
     assert Path(copy()[0]).read_bytes() == changed
-    config = DataConfig(
-        source="jsonl", path="s3://maxpipe/corpus/", cache_dir=str(tmp_path / "cache")
-    )
-    documents = open_all(config)
-    texts = [documents[i] for i in range(len(documents))]
-    assert texts == ["first", "also first", "changed", "third"]
+    documents = opened("jsonl", "s3://maxpipe/corpus/", cache_dir=str(tmp_path / "cache"))
+    assert all_of(documents) == ["first", "also first", "changed", "third"]
 
 
 def test_files_that_cannot_be_fetched_are_named(bucket, monkeypatch, tmp_path):

@@ -54,18 +54,13 @@ def test_logits_give_the_losses_of_the_training_model(run, model):
 
 
 def test_generate_writes_what_the_command_writes(run, model, capsys):
-    for options in [
-        {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 3, "stop": "e"},
-        {"temperature": 0.0, "stop_tokens": [101]},
+    flags = "--temperature=1.2 --top-k=40 --top-p=0.9 --seed=3 --stop=e"
+    for words, options in [
+        (flags, {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 3, "stop": "e"}),
+        ("--temperature=0 --stop-token=101", {"temperature": 0.0, "stop_tokens": [101]}),
     ]:
-        names = {"stop_tokens": "--stop-token"}
-        words = [
-            f"{names.get(name, '--' + name.replace('_', '-'))}={value}"
-            for name, values in options.items()
-            for value in (values if isinstance(values, list) else [values])
-        ]
-        root = str(run.directory)
-        assert generate.main([root, "--prompt", PROMPT, "--max-tokens=20", *words]) == 0
+        words = [str(run.directory), "--prompt", PROMPT, "--max-tokens=20", *words.split()]
+        assert generate.main(words) == 0
         text = model.generate(PROMPT, max_tokens=20, **options)
         assert capsys.readouterr().out == f"{PROMPT}{text}\n"
         assert text or "stop_tokens" in options

@@ -6,6 +6,7 @@ import os
 import re
 from importlib.metadata import version
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -162,10 +163,6 @@ def test_head_that_is_not_the_table_is_untied_and_said(folder):
         HfWeights(tied)
 
 
-def full_disk(*arguments):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, monkeypatch):
     path = folder()
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
@@ -208,7 +205,8 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     # What cannot be written is said, and the disk's room is taken before it is mapped.
     arguments[1:3] = ["--hf", str(tmp_path / "full")]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full_disk)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=full))
         with pytest.raises(SystemExit):
             export_command.main(arguments)
     assert "full: No space left on device" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -174,12 +175,6 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
         weights_of("tiny-org/tiny")
     import huggingface_hub.errors as errors
 
-    def refuse(error):
-        def download(*arguments, **options):
-            raise error.__new__(error)
-
-        return download
-
     class ConnectError(Exception):  # of httpx without a network, which is no OSError
         pass
 
@@ -189,7 +184,9 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
         errors.RevisionNotFoundError: "names a revision that tiny-org/tiny does not have",
         ConnectError: "from the hub: ConnectError",
     }.items():
-        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse(error))
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download", Mock(side_effect=error.__new__(error))
+        )
         assert text in problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]

@@ -51,15 +51,11 @@ def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(tmp_p
 
 def test_datasets_files_of_every_kind_are_read(tmp_path, library):
     rows = library.Dataset.from_dict({"content": TEXTS})
-    for name, write in [
-        ("a.jsonl", rows.to_json),
-        ("a.json", rows.to_json),
-        ("a.parquet", rows.to_parquet),
-        ("a.csv", rows.to_csv),
-    ]:
-        write(str(tmp_path / name))
-        config = {"column": "content", "cache_dir": str(tmp_path / "cache")}
-        assert all_of(_open(tmp_path / name, **config)) == TEXTS
+    config = {"column": "content", "cache_dir": str(tmp_path / "cache")}
+    for kind in ("jsonl", "json", "parquet", "csv"):
+        file = tmp_path / f"a.{kind}"
+        getattr(rows, f"to_{kind.removesuffix('l')}")(str(file))
+        assert all_of(_open(file, **config)) == TEXTS
     assert list((tmp_path / "cache" / "datasets").iterdir())
     assert not (tmp_path / "hf").exists()
 
@@ -95,17 +91,17 @@ def test_datasets_that_cannot_be_used_are_refused(tmp_path, library):
     damaged = _save(tmp_path / "damaged", {"text": TEXTS})
     (damaged / "state.json").write_text("{")
     assert _version(damaged)  # the error is left to who reads the rows
-    for path, column, message in [
-        (tmp_path / "a", "", 'has the columns body, id; it needs "text" or "tokens"'),
-        (tmp_path / "all", "", r"is a data set of splits; give one, such as \S+all/train"),
-        (damaged, "", r".*damaged cannot be read by datasets"),
-        (tmp_path / "mixed" / "a.jsonl", "", r".*a\.jsonl cannot be read by datasets"),
-        (tmp_path / "mixed", "", r"several kinds: json such as .*; give a glob for each"),
-        (tmp_path / "c.exe", "", r"c\.exe is none of \*\.arrow"),
-        (tmp_path / "none", "", "no file at .*none"),
+    for path, message in [
+        (tmp_path / "a", 'has the columns body, id; it needs "text" or "tokens"'),
+        (tmp_path / "all", r"is a data set of splits; give one, such as \S+all/train"),
+        (damaged, r".*damaged cannot be read by datasets"),
+        (tmp_path / "mixed" / "a.jsonl", r".*a\.jsonl cannot be read by datasets"),
+        (tmp_path / "mixed", r"several kinds: json such as .*; give a glob for each"),
+        (tmp_path / "c.exe", r"c\.exe is none of \*\.arrow"),
+        (tmp_path / "none", "no file at .*none"),
     ]:
         with pytest.raises(ConfigError, match=rf"^data\.path: .*{message}"):
-            _open(path, column=column)
+            _open(path)
 
 
 def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path):
