@@ -46,22 +46,20 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
     assert content_of(target / "config.json").items() >= expected.items()
 
 
-@pytest.mark.parametrize(("marks", "has_generation"), [(["<end>"], True), ([], False)])
-def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
-    folder, marks, has_generation, capsys
-):
+@pytest.mark.parametrize("marks", [["<end>"], []])
+def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(folder, marks, capsys):
     write_byte_pairs(folder, "abc", ["<s>", "</s>", *marks], 300)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     template = "{% for m in messages %}{{ m.content }}<end>\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.5}')
-    if not has_generation:
+    if not marks:
         (folder / "generation_config.json").unlink()
     change(folder / "config.json", eos_token_id=1)
     target = exported(folder, **{"data.tokenizer": f"hf:{folder}", "data.source": "chat"})
     for name in ("config.json", "generation_config.json"):
         assert content_of(target / name)["eos_token_id"] == ([1, 2] if marks else 1)
-    if has_generation:
+    if marks:
         assert content_of(target / "generation_config.json")["temperature"] == 0.5
     assert ("is no token: eos_token_id stays" in capsys.readouterr().out) is not marks
 
