@@ -48,8 +48,8 @@ def operations(program: SlicedProgram, text: str) -> list[str]:
     return [eqn.primitive.name for eqn in computation(program, text).equations]
 
 
-def evaluate(program: SlicedProgram, *args: Any) -> list[Any]:
-    """Return the program's outputs: run computations in order and add up the parts of outputs."""
+def assert_computes(program: SlicedProgram, loss: Callable[..., jax.Array], *args: Any) -> None:
+    """Run computations in order, add up the parts of outputs, and compare with the plain loss."""
     values: dict[Var, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     outputs: list[Any] = [0.0] * program.num_outputs
     for c in program.computations.values():
@@ -58,12 +58,8 @@ def evaluate(program: SlicedProgram, *args: Any) -> list[Any]:
         values.update(zip(c.writes, written, strict=True))
         for i, addends in parts.items():
             outputs[i] = sum(addends, outputs[i])
-    return outputs
-
-
-def assert_computes(program: SlicedProgram, loss: Callable[..., jax.Array], *args: Any) -> None:
     expected = jax.tree.leaves(jax.value_and_grad(loss)(*args))
-    for a, b in zip(evaluate(program, *args), expected, strict=True):
+    for a, b in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -1,6 +1,7 @@
 """Running small sliced programs: sums over microbatches, freed memory, order, transfers."""
 
 from collections import Counter
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.engines.mpmd.program import UnitName, route
+from maxpipe.pipeline.engines.mpmd.program import UnitName, before, route
 from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
@@ -162,3 +163,10 @@ def test_route_brings_each_value_before_its_reads_and_drops_it_afterwards(stages
                 if not left[stage][v]:
                     there[stage].discard(v)
     assert not any(there)
+
+
+def test_before_is_the_order_that_all_schedules_keep():
+    """No unit waits for a W."""
+    names = [UnitName(*name) for name in (("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 0))]
+    for (i, first), (j, second) in product(enumerate(names), repeat=2):
+        assert before(first, second) == (i <= j)
