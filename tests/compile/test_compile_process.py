@@ -90,14 +90,9 @@ def test_parts_of_a_compiled_step_are_those_of_its_report():
         ("circular", 0.25, None): Seconds(1.125, 0.375, 0.5),  # a share of all slots
     }
     for (engine, share, bubble), parts in expected.items():
-        report = {
-            "engine": engine,
-            "memory": {"needed_bytes": 7},
-            "fits": True,
-            "bubble": share,
-            "predicted_step_seconds": 2.0,
-            "predicted": {"bubble": bubble, "parts": {"matrix products": 1.5, "collectives": 0.5}},
-        }
+        seconds = {"matrix products": 1.5, "collectives": 0.5}
+        report = {"engine": engine, "memory": {"needed_bytes": 7}, "fits": True, "bubble": share}
+        report |= {"predicted_step_seconds": 2.0, "predicted": {"bubble": bubble, "parts": seconds}}
         proof = proof_of(report, 1.0)
         assert (proof.memory, proof.seconds, proof.fits) == (7, 2.0, True)
         assert proof.parts == pytest.approx(parts), engine

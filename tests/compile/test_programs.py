@@ -161,11 +161,9 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
     assert {programs[name]["offloaded_bytes"] for name in ("F0", "F1", "B0", "B1")} == {moved}
     for number, in_flight in ((0, 2), (1, 1)):
         stage = report["stages"][number]
-        used = max(
-            p["temp_bytes"] + p["program_bytes"] + p["offloaded_bytes"]
-            for p in programs.values()
-            if p["stage"] == number
-        )
+        kinds = "temp_bytes", "program_bytes", "offloaded_bytes"
+        units = (p for p in programs.values() if p["stage"] == number)
+        used = max(sum(unit[kind] for kind in kinds) for unit in units)
         assert stage["host_bytes"] == in_flight * moved
         assert stage["working_bytes"] == used + moved
         # Inputs of chunks, and what has arrived for others.

@@ -25,24 +25,12 @@ WRITTEN = replace(
 
 def report(needed=90 * GIB, **values):
     memory = CompilerMemory(arguments=5, temp=6, program=7, results=8)
-    facts = {
-        "device_kind": "TPU v5p",
-        "num_devices": 8,
-        "num_slices": 1,
-        "bounds": None,
-        "engine": "scheduled",
-        "schedule": "lockstep_1f1b",
-        "bubble": 0.1,
-        "shapes": MEMORY,
-        "compiler": memory,
-        "needed": needed,
-        "capacity": 95 * GIB,
-        "flops": 2e15,
-        "model_flops": 1e15,
-        "compile_times": CompileTimes(1.0, 0.5, 1.5),
-        "mesh": {"stage": 4, "fsdp": 2, "tensor": 1},
-        "collectives": [Collective("all-gather", "fsdp", "ici", 4, 2**20, 2**21)],
-    }
+    facts = {"device_kind": "TPU v5p", "num_devices": 8, "num_slices": 1, "bounds": None}
+    facts |= {"engine": "scheduled", "schedule": "lockstep_1f1b", "bubble": 0.1}
+    facts |= {"shapes": MEMORY, "compiler": memory, "needed": needed, "capacity": 95 * GIB}
+    facts |= {"flops": 2e15, "model_flops": 1e15, "compile_times": CompileTimes(1.0, 0.5, 1.5)}
+    facts["mesh"] = {"stage": 4, "fsdp": 2, "tensor": 1}
+    facts["collectives"] = [Collective("all-gather", "fsdp", "ici", 4, 2**20, 2**21)]
     return Report(**(facts | values))
 
 

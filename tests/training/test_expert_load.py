@@ -24,21 +24,13 @@ STAGES = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbat
 # Five chunks' worth of layers in four: a chunk has padding.
 UNEVEN = {**STAGES, "pipeline.layers_per_stage": [1, 2, 1, 1]}
 ENGINES = {
-    "circular": {**UNEVEN, "pipeline.schedule": "circular", "mesh.ici.fsdp": 2},
-    "lockstep_1f1b": {
-        **STAGES,
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.context": 2,
-        "pipeline.parallel_layers": 4,
-        "pipeline.outside_layers": "before",
-    },
-    "zb_v": {
-        **UNEVEN,
-        "pipeline.schedule": "zb_v",
-        "pipeline.remat_policy": "minimal",
-        "mesh.ici.expert": 2,
-        "model.moe.dispatch": "all_to_all",
-    },
+    "circular": UNEVEN | {"pipeline.schedule": "circular", "mesh.ici.fsdp": 2},
+    "lockstep_1f1b": STAGES
+    | {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.context": 2}
+    | {"pipeline.parallel_layers": 4, "pipeline.outside_layers": "before"},
+    "zb_v": UNEVEN
+    | {"pipeline.schedule": "zb_v", "pipeline.remat_policy": "minimal"}
+    | {"mesh.ici.expert": 2, "model.moe.dispatch": "all_to_all"},
 }
 SEQUENTIAL = {"pipeline.engine": "sequential", "mesh.ici.tensor": 2, "pipeline.num_microbatches": 2}
 

@@ -11,23 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
 
+STAGES = {"mesh.ici.stage": 2}
+MPMD = {"pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [5, 3]}
 LAYOUTS = {
     "sequential": {"pipeline.engine": "sequential"},
     "sequential fsdp": {"pipeline.engine": "sequential", "mesh.ici.fsdp": 4, "mesh.ici.tensor": 2},
     "circular 2x2x2": {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2},
     "circular 4x1x2": {"mesh.ici.stage": 4, "pipeline.num_repeats": 1, "mesh.ici.tensor": 2},
-    "circular uneven": {
-        "mesh.ici.stage": 2,
-        "mesh.ici.data": 2,
-        "pipeline.layers_per_stage": [1, 4, 2, 1],
-    },
-    "scheduled": {"mesh.ici.stage": 2, "pipeline.schedule": "lockstep_1f1b"},
-    "mpmd": {
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 2,
-        "pipeline.schedule": "1f1b",
-        "pipeline.layers_per_stage": [5, 3],
-    },
+    "circular uneven": STAGES | {"mesh.ici.data": 2, "pipeline.layers_per_stage": [1, 4, 2, 1]},
+    "scheduled": STAGES | {"pipeline.schedule": "lockstep_1f1b"},
+    "mpmd": STAGES | MPMD | {"mesh.ici.fsdp": 2},
 }
 
 

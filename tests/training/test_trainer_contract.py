@@ -12,17 +12,12 @@ from maxpipe.builder import build_trainer
 from maxpipe.training.batches import BatchPlacer
 
 ROWS = 16
+MPMD = {"pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [3, 1]}
 ENGINES = {
     "sequential": {"pipeline.engine": "sequential"},
     "circular": {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2},
     "scheduled": {"mesh.ici.stage": 2, "pipeline.schedule": "lockstep_1f1b"},
-    "mpmd": {
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 2,
-        "pipeline.schedule": "1f1b",
-        "pipeline.layers_per_stage": [3, 1],
-        "pipeline.num_microbatches": 4,
-    },
+    "mpmd": MPMD | {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 4},
 }
 
 

@@ -36,9 +36,7 @@ SPECS = {
 
 def values(seed):
     rng = np.random.default_rng(seed)
-    return {
-        name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in SPECS.items()
-    }
+    return {name: rng.standard_normal(s.shape).astype(np.float32) for name, s in SPECS.items()}
 
 
 def run(config, num_steps):
