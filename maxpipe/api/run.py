@@ -15,8 +15,8 @@ from maxpipe.config.sections import Config
 from maxpipe.data.check import with_steps
 from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
-from maxpipe.supervise.process import supervise_in_program
-from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervise.process import Supervision
+from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED, Interruption
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.training.loop import DIVERGED, DONE, OnStep, Session
 from maxpipe.training.run_directory import RunDirectory
@@ -111,7 +111,9 @@ class Run:
             current.on_step = callback
 
         try:
-            with supervise_in_program() as supervision:
+            # Without deadlines: the program may keep the run waiting.
+            with Interruption(ends_process=False) as interruption:
+                supervision = Supervision(interruption, owns_process=False)
                 exit_code = launch(self._loaded, supervision, build_trainer, begin)
         finally:
             self._close()

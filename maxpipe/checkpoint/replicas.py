@@ -8,16 +8,12 @@ process writes its own shards there, in the background, and no other process's:
     <memory>/partner/...        the supervisor's copy of `own` in another host's memory
     <memory>/copied             names of the steps of `own` that the partner's host has copied
 
-A replica is committed by one rename, and read and verified like any checkpoint. Shards that a
-process did not write read as zeros: after a change of the mesh the digests do not match, and the
-run continues from the disk.
+A replica is committed by one rename, and verified like any checkpoint. Shards that a process did
+not write read as zeros: after a change of the mesh the digests do not match.
 
-A step can be restored if every process has it. So the two newest replicas are kept: while some
-processes are still writing one, all of them have the previous one. The older of the two is removed
-only when all processes have reported that they have the newer one, and so have their partners,
-which bring it back after the loss of a host (see `maxpipe.supervise.memory`). Until then no new
-replica is begun. A replica that some process could not write is removed in all of them, with a
-warning only: a run does not depend on replicas, but on its checkpoints on disk.
+A step can be restored if every process has it, so the two newest replicas are kept. The older one
+is removed, and a new one begun, only when all processes and their partners have the newer one. A
+replica that some process could not write is removed in all of them, with a warning only.
 """
 
 import hashlib
@@ -49,9 +45,8 @@ NO_SUPERVISOR = (
     "none: start with `maxpipe supervise -- python -m maxpipe.train ...` on Linux, or give 0"
 )
 
-COPIES = 2  # the newest replicas, as files
+COPIES = 2  # the newest replicas, as files, of this process and of its partner
 BUFFERS = 1  # in the process: the copy from which a replica is being written
-PARTNER_COPIES = 2  # of the previous process's replicas, if this one's supervisor copies them
 
 REMEDIES = (
     "use more hosts, or give 0; /dev/shm itself is enlarged by --shm-size in docker, in Kubernetes "
@@ -63,10 +58,7 @@ class Replicas:
     """Writes and finds the replicas of one run in the memory of this process's host.
 
     All processes make the object and the same calls together. `steps` has the steps whose replicas
-    every process had at the start, without those dropped since. `is_behind` says that a partner of
-    some process lacks the newest replica.
-
-    `memory` is the directory `own` within the supervisor's directory, which outlives this process;
+    every process had at the start, without those dropped since. `memory` is the supervisor's `own`;
     replicas of another run than `run`, the directory of checkpoints, are removed from it.
     """
 
@@ -78,7 +70,7 @@ class Replicas:
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         self._started: int | None = None
-        self.is_behind = False
+        self.is_behind = False  # a partner of some process lacks the newest replica
         _remove_except({self._name}, memory)
         self.steps = _in_every_process(self._directory.steps())
         self._discard_except(self.steps)  # the others cannot be restored
@@ -134,8 +126,7 @@ class Replicas:
             file.parent.mkdir(parents=True)
             file.write_text(json.dumps(record))
             scratch.rename(self.of(step))
-        # Whatever the error, training goes on without a replica.
-        except Exception as error:
+        except Exception as error:  # whatever it is, training goes on without a replica
             shutil.rmtree(scratch, ignore_errors=True)
             self._failure = error
 
@@ -166,9 +157,11 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
     codec = ts.CodecSpec({"driver": "zarr", "compressor": None})
     pending = []
     for name, array in arrays.items():
-        chunk = array.shape
         if isinstance(array, jax.Array):
             chunk = array.sharding.shard_shape(array.shape)
+            parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
+        else:  # a NumPy array, the same everywhere
+            chunk, parts = array.shape, [((), array)]
         store = ts.open(
             array_spec(database, name),
             create=True,
@@ -178,13 +171,9 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
             codec=codec,
             context=context,
         ).result()
-        whole = {box_of((), array.shape): array}  # a NumPy array, the same everywhere
-        if isinstance(array, jax.Array):
-            shards = array.addressable_shards
-            whole = {box_of(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
-        for box, shard in whole.items():
-            part = tuple(slice(start, stop) for start, stop in box)
-            pending.append(store[part].write(shard, can_reference_source_data_indefinitely=True))
+        for box, shard in {box_of(index, array.shape): part for index, part in parts}.items():
+            place = tuple(slice(start, stop) for start, stop in box)
+            pending.append(store[place].write(shard, can_reference_source_data_indefinitely=True))
     for write in pending:
         write.result()
 
@@ -202,9 +191,7 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
     """Return a line on the memory that replicas take on each host; all processes call this.
 
     `abstract_state` is as on disk, with shardings; `memory` and `every` are those of `Replicas`.
-
-    Raises:
-      ConfigError: a host has too little memory; raised in all processes.
+    Raises ConfigError in all processes if a host has too little memory.
     """
     memory.mkdir(parents=True, exist_ok=True)  # what is in memory is lost more easily than on disk
     index, count = processes.index(), processes.count()
@@ -212,11 +199,15 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
     parts, files = [memory], COPIES * own
     if (memory.parent / COPIED).is_file():
         parts.append(memory.parent / PARTNER)
-        files += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
+        files += COPIES * shard_bytes(abstract_state, (index - 1) % count)
     free = (shutil.disk_usage(memory).free, free_memory())
     held = sum(map(_bytes_below, parts))
-    share = Share(platform.node(), *free, held, files, BUFFERS * own)
-    return describe(_of_all_processes(share), every)
+    shares = [Share(platform.node(), *free, held, files, BUFFERS * own)]
+    if count > 1:
+        processes.post(f"maxpipe/replicas/{index}", json.dumps(shares[0]))
+        posted = [processes.read(f"maxpipe/replicas/{number}") for number in range(count)]
+        shares = [Share(*json.loads(text)) for text in posted]
+    return describe(shares, every)
 
 
 class Share(NamedTuple):
@@ -274,11 +265,3 @@ def shard_bytes(abstract_state: object, process: int) -> int:
         elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
         total += elements * np.dtype(leaf.dtype).itemsize
     return total
-
-
-def _of_all_processes(share: Share) -> list[Share]:
-    if processes.count() == 1:
-        return [share]
-    keys = [f"maxpipe/replicas/{index}" for index in range(processes.count())]
-    processes.post(keys[processes.index()], json.dumps(share))
-    return [Share(*json.loads(processes.read(key))) for key in keys]

@@ -1,9 +1,7 @@
 """Fit a configuration to fewer hosts than it is written for: smaller axes, the same batch.
 
 Only sizes of the axes that `mesh.elastic.axes` names and the number of microbatches change. Each
-device keeps about as many rows of a microbatch as before, so that activations take about as much
-memory, and there are more microbatches. Losses depend on neither. A smaller `fsdp` leaves each
-device more of the parameters and of the optimizer's state.
+device keeps about as many rows of a microbatch, so that activations take about as much memory.
 """
 
 import itertools
@@ -47,37 +45,27 @@ class Hosts:
 def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
     """Return the configuration for the hosts that are left, with a remark on what has changed.
 
-    Raises:
-      ConfigError: it does not fit `whole`, or no smaller mesh fits `now`; the message has the
-        numbers of processes that fit.
+    Raises ConfigError if it does not fit `whole`, or no smaller mesh fits `now`.
     """
     config = resolve(loaded, whole.devices, whole.slices)
-    smaller = _fewer(loaded, config, whole, now)
-    if smaller is not None:
+    if smaller := _fewer(loaded, config, whole, now):
         return smaller
-    fitting = ", ".join(map(str, _counts(loaded, config, whole))) or "none"
     message = f"{now.processes} of {whole.processes} processes cannot go on"
-    raise ConfigError(Problem(KEY, f"{message}; numbers of processes that do: {fitting}"))
+    raise ConfigError(Problem(KEY, message))
 
 
 def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
-    """Return the smaller numbers of processes that `fit_fewer` accepts, ascending; raises
-    ConfigError if the configuration does not fit `whole`, or no smaller number fits.
+    """Return the smaller numbers of processes that `fit_fewer` accepts, ascending.
+
+    Raises ConfigError if the configuration does not fit `whole`, or no smaller number fits.
     """
     config = resolve(loaded, whole.devices, whole.slices)
-    if counts := _counts(loaded, config, whole):
+    smaller = [(count, whole.fewer(count)) for count in range(1, whole.processes)]
+    if counts := [n for n, hosts in smaller if hosts and _fewer(loaded, config, whole, hosts)]:
         return counts
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
     message = f"{sizes} cannot shrink by whole processes or slices with this batch; leave it out"
     raise ConfigError(Problem(KEY, message))
-
-
-def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
-    return [
-        count
-        for count in range(1, whole.processes)
-        if (hosts := whole.fewer(count)) and _fewer(loaded, config, whole, hosts)
-    ]
 
 
 def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded | None:
@@ -96,7 +84,11 @@ def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded |
                 check_processes(resolve(fitted, now.devices, now.slices), now.processes)
             except ConfigError:
                 continue
-            remark = _remark(config, update(config, updates), whole, now)
+            resized = update(config, updates)
+            changed = [f"{key}={get(resized, key)}" for key in differing_keys(config, resized)]
+            reason = f"{now.processes} of {whole.processes} processes go on ({KEY})"
+            rest = f"the batch stays {config.data.global_batch_size} rows"
+            remark = f"{','.join(changed)}: {reason}; {rest}"
             return replace(fitted, remarks=(*loaded.remarks, remark))
     return None
 
@@ -125,9 +117,3 @@ def _microbatches(config: Config, smaller: Config) -> list[int]:
     rows, rest = divmod(config.data.global_batch_size, data_shards(smaller))
     least = count * data_shards(config) / data_shards(smaller)
     return [] if rest else [number for number in divisors(rows) if number >= least]
-
-
-def _remark(config: Config, smaller: Config, whole: Hosts, now: Hosts) -> str:
-    changed = [f"{key}={get(smaller, key)}" for key in differing_keys(config, smaller)]
-    reason = f"{now.processes} of {whole.processes} processes go on ({KEY})"
-    return f"{','.join(changed)}: {reason}; the batch stays {config.data.global_batch_size} rows"

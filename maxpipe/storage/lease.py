@@ -1,16 +1,15 @@
 """Lease a place to one owner at a time, which shows that it lives by renewing its lease.
 
 A lease is one small file or object, `lease.json`, that names its owner. Whoever creates it owns the
-place. The owner renews it every `RENEW_SECONDS` from a thread and removes it at the end. A process
-that is killed leaves it. The next start then takes over:
+place, renews it every `RENEW_SECONDS` and removes it at the end. A killed process leaves it; the
+next start takes over:
 
-- at once, if the owner ran on the same machine and its process has ended, or if the owner was an
-  earlier attempt of the same job;
+- at once from an ended process of the same machine, or from an earlier attempt of the same job;
 - otherwise once it has watched the lease for `LEASE_SECONDS` without seeing it renewed.
 
 Creating is atomic: O_EXCL in a file system (also on NFS and Lustre), a conditional write in an
-object store. To take over, a process first creates a guard, so that only one of several can. A host
-that is cut off for longer than the lease loses it, and notices when it renews. Imports no JAX.
+object store. A host that is cut off for longer than the lease notices when it renews. Imports no
+JAX.
 """
 
 import json
@@ -24,8 +23,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.storage.object_store import Deadline
 from maxpipe.storage.records import Damaged, parse_record
 
@@ -44,10 +44,6 @@ _RIVAL_SECONDS = 0.1  # between two tries to take over while another process doe
 Entry = tuple[str, float]  # a text, and the time of its last change, which renewing moves on
 
 
-class PlaceInUse(RuntimeError):
-    """Another live process owns the place."""
-
-
 class LeaseLost(RuntimeError):
     """The place is gone, or another process has taken it over."""
 
@@ -62,7 +58,6 @@ class LeaseDirectory:
         return self._shown
 
     def read(self, name: str) -> Entry | None:
-        """Return a file or object, or None if there is none."""
         path, absent = self._path / name, (FileNotFoundError, NotADirectoryError)
         # Opening a file makes NFS ask the server.
         with suppress(*absent), path.open(encoding="utf-8", errors="replace") as file:
@@ -82,16 +77,12 @@ class LeaseDirectory:
         os.utime(self._path / name)  # needs no room on a full disk
 
     def remove(self, name: str) -> None:
-        """Remove a file or object; do nothing if there is none."""
         with suppress(FileNotFoundError, NotADirectoryError):
             (self._path / name).unlink()
 
 
 class LeaseObjects:
-    """A place in an object store with conditional writes; its methods raise the store's errors.
-
-    `url` is such as `s3://bucket/runs/base`; the store may be silent until the deadline.
-    """
+    """A place, such as s3://bucket/runs/base, in an object store with conditional writes."""
 
     def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):
         self._url, self._store, self._deadline = url.rstrip("/"), store, deadline
@@ -100,32 +91,29 @@ class LeaseObjects:
         return self._url
 
     def read(self, name: str) -> Entry | None:
-        path = f"{self._url}/{name}"
         with suppress(FileNotFoundError):
-            content = self._deadline.wait(self._store.cat_file, path)
-            changed = self._deadline.wait(self._store.modified, path).timestamp()
-            return content.decode(errors="replace"), changed
+            content, changed = self._ask("cat_file", name), self._ask("modified", name)
+            return content.decode(errors="replace"), changed.timestamp()
         return None
 
     def create(self, name: str, text: str) -> bool:
         # Some stores ignore the condition of the write.
-        if self._deadline.wait(self._store.exists, f"{self._url}/{name}"):
-            return False
-        with suppress(FileExistsError):
-            self._write(name, text, "create")
-            return True
+        if not self._ask("exists", name):
+            with suppress(FileExistsError):
+                self._ask("pipe_file", name, text.encode(), mode="create")
+                return True
         return False
 
     def renew(self, name: str, text: str) -> None:
-        self._write(name, text, "overwrite")
+        self._ask("pipe_file", name, text.encode(), mode="overwrite")
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._deadline.wait(self._store.rm_file, f"{self._url}/{name}")
+            self._ask("rm_file", name)
 
-    def _write(self, name: str, text: str, mode: str) -> None:
-        path = f"{self._url}/{name}"
-        self._deadline.wait(self._store.pipe_file, path, text.encode(), mode=mode)
+    def _ask(self, method: str, name: str, *values: bytes, **options: str) -> Any:
+        call = getattr(self._store, method)
+        return self._deadline.wait(call, f"{self._url}/{name}", *values, **options)
 
 
 LeasePlace = LeaseDirectory | LeaseObjects
@@ -135,30 +123,27 @@ LeasePlace = LeaseDirectory | LeaseObjects
 class Owner:
     """A start of a run, as its lease names it."""
 
-    start: str  # identifies this start
-    host: str  # name of the machine
-    machine: str  # distinguishes machines, boots and containers of the same name
-    pid: int  # process number on the machine
-    process_started: int  # in clock ticks since boot; 0 where it is unknown
-    since: str  # local time at which the owner asked for the place
+    # The defaults are of an unknown owner, whose lease has to expire.
+    start: str = ""  # identifies this start
+    host: str = "an unknown host"
+    machine: str = ""  # distinguishes machines, boots and containers of the same name
+    pid: int = 0
+    process_started: int = 0  # in clock ticks since boot; 0 where it is unknown
+    since: str = "an unknown time"  # local time at which the owner asked for the place
     job: str = ""  # that its scheduler or launcher starts again
     attempt: int = 0  # grows with every attempt of the job
 
     @classmethod
     def this_process(cls, job: str = "", attempt: int = 0) -> Self:
-        """Return a new start in this process."""
         pid, since = os.getpid(), datetime.now().astimezone().isoformat(" ", "seconds")
-        started = start_of_process(pid) or 0
-        return cls(
-            secrets.token_hex(8), platform.node(), machine(), pid, started, since, job, attempt
-        )
+        start, started = secrets.token_hex(8), start_of_process(pid) or 0
+        return cls(start, platform.node(), machine(), pid, started, since, job, attempt)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the owner that a lease names, or an unknown one."""
         with suppress(Damaged):
             return parse_record(text, cls)
-        return cls("", "an unknown host", "", 0, 0, "an unknown time")
+        return cls()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -172,33 +157,22 @@ class Lease:
 
     def __init__(self, place: LeasePlace, owner: Owner):
         self._place, self._text = place, owner.to_json()
-        self._lost = ""
+        self.lost = ""  # why the last look found the lease gone, or with another owner
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
-    @property
-    def is_lost(self) -> bool:
-        return self._lost != ""
-
-    def check(self) -> None:
-        """Raise `LeaseLost` if the last renewal found the lease gone, or with another owner."""
-        if self._lost:
-            raise LeaseLost(self._lost)
-
     def verify(self) -> None:
-        """Renew the lease now; raises as `check`. An error of the store changes nothing."""
-        # A store that does not answer for a while is asked again.
+        """Renew the lease now, or set `lost`; a store that does not answer is asked again."""
         with suppress(Exception):
             entry = self._place.read(NAME)
             if entry is None:
                 why = "was deleted or moved while this run was writing to it; it has ended"
-                self._lost = f"{self._place} {why}"
+                self.lost = f"{self._place} {why}"
             elif entry[0] != self._text:
-                self._lost = f"{self._place} was taken over by {Owner.parse(entry[0])}"
+                self.lost = f"{self._place} was taken over by {Owner.parse(entry[0])}"
             else:
                 self._place.renew(NAME, self._text)
-        self.check()
 
     def release(self) -> None:
         """Stop renewing, and remove the lease if it is this owner's and the store answers."""
@@ -206,9 +180,8 @@ class Lease:
         self._thread.join(_RELEASE_SECONDS)
 
     def _keep(self) -> None:
-        while not self._lost and not self._closed.wait(RENEW_SECONDS):
-            with suppress(LeaseLost):
-                self.verify()
+        while not self.lost and not self._closed.wait(RENEW_SECONDS):
+            self.verify()
         self._closed.wait()
         with suppress(Exception):
             entry = self._place.read(NAME)
@@ -223,9 +196,9 @@ def acquire(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Return the lease of a place; watch it for `LEASE_SECONDS` first if its owner may be dead.
+    """Return the lease of a place; ConfigError if a live process owns it.
 
-    `log` receives a line before a wait and after a takeover. Raises `PlaceInUse`.
+    `log` receives a line before a wait and after a takeover.
     """
     watched: Entry | None = None
     waited = blocked = 0.0
@@ -236,7 +209,8 @@ def acquire(
         holder = Owner.parse(entry[0])
         if holder == owner:
             break  # the answer to an earlier `create` was lost
-        in_use = PlaceInUse(f"{place} is in use by {holder}")
+        message = f"{place} is in use by {holder}: wait until it has ended, stop it, or choose "
+        in_use = ConfigError(Problem("run_name", f"{message}another run_name"))
         if (owner.host, owner.machine) == (holder.host, holder.machine):
             if start_of_process(holder.pid) == holder.process_started:
                 raise in_use
@@ -245,8 +219,7 @@ def acquire(
             reason = f"an earlier attempt of job {owner.job}"
         else:
             if watched is None:
-                watched = entry
-                limit = f"waiting up to {LEASE_SECONDS:.0f} s"
+                watched, limit = entry, f"waiting up to {LEASE_SECONDS:.0f} s"
                 log(f"{place} is leased to {holder}: {limit} to see whether that process lives")
             if entry != watched:
                 raise in_use
@@ -288,10 +261,7 @@ def machine() -> str:
 
 
 def start_of_process(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended.
-
-    Without /proc it is 0 for a process that runs.
-    """
+    """Return when a process started, in clock ticks since boot, 0 without /proc; None if ended."""
     try:
         if not Path("/proc/self/stat").exists():
             os.kill(pid, 0)

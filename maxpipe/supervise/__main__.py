@@ -50,11 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def status(run: Path) -> list[str]:
-    """Return lines on a supervised run: state, members, step, last checkpoint, restarts.
-
-    Raises:
-      ConfigError: no supervisor has written to the run's directory.
-    """
+    """Return lines on a supervised run; ConfigError if no supervisor has written there."""
     file = run / STATUS_FILE
     try:
         known, silent = read_record(file, Status), time.time() - file.stat().st_mtime

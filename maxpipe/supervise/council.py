@@ -4,7 +4,6 @@ The council runs in supervisor 0. The others report to it and follow its orders,
 carries. Imports no JAX.
 """
 
-import math
 import secrets
 import signal
 import time
@@ -19,7 +18,6 @@ from maxpipe.supervise.ending import FAILED, LOST
 from maxpipe.supervise.process import HUNG, Progress
 from maxpipe.supervise.signals import PREEMPTED, stop_code
 
-RESTARTABLE = (PREEMPTED, HUNG, LOST)
 LONGEST_PAUSE = 600.0
 RESET_SECONDS = 1800.0  # length of an attempt after which earlier restarts no longer count
 
@@ -29,7 +27,6 @@ _AFTER_FAILURE_SECONDS = 60.0  # the same when another one has failed by itself
 # take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
 _QUIET_SECONDS = 10.0  # of waiting before the log says for whom
-_STEADY_SECONDS = 5.0  # no supervisor comes or goes before the others stop to take in new ones
 _STARTS_BEFORE_GROWTH = 2  # an attempt trains this many times its startup before it may grow
 _LOST_CODE = -int(signal.SIGKILL)  # assigned to a trainer whose supervisor is gone
 
@@ -72,7 +69,7 @@ class Save(NamedTuple):
 
 
 class End(NamedTuple):  # the trainer
-    seconds: float  # unless it has ended by itself by then
+    seconds: float  # unless it has ended by itself by then; the most urgent order counts
 
 
 class Finish(NamedTuple):  # the supervisor
@@ -107,7 +104,7 @@ def describe(code: int) -> str:
 
 
 def is_restartable(code: int) -> bool:
-    return code in RESTARTABLE or (code < 0 and code != -signal.SIGINT)
+    return code in (PREEMPTED, HUNG, LOST) or (code < 0 and code != -signal.SIGINT)
 
 
 def is_loss(code: int) -> bool:
@@ -117,8 +114,7 @@ def is_loss(code: int) -> bool:
 def verdict(codes: Sequence[int]) -> int:
     """Return which of the exit codes of all trainers, in order of time, decides what follows.
 
-    This is the first code that rules out a restart, unless that code follows from the loss of
-    another process. If there is none, it is the earliest code that is not 0, or 0.
+    The first code that rules out a restart does, or else the earliest one that is not 0.
     """
     for position, code in enumerate(codes):
         # A process that loses another one may fail at whatever it is doing.
@@ -133,11 +129,10 @@ class _Attempt:
     """The trainers that were started together, and how they have ended."""
 
     number: int
-    members: Sequence[int]  # the supervisors that take part
+    members: Sequence[int]
     began: float
     running: set[int]  # members whose trainers have not ended
     ends: list[int] = field(default_factory=list)  # exit codes of the others, in order of time
-    end_by: float = math.inf  # deadline that the running trainers have been given
     trained_at: float = 0.0  # when the first step was finished; 0 before
     is_to_grow: bool = False  # the trainers have been asked to save for a larger attempt
 
@@ -145,9 +140,8 @@ class _Attempt:
 class Council:
     """Restart all trainers of a run together, as one attempt.
 
-    It gathers supervisors, then has an attempt under way, and so on. An attempt starts when all
-    supervisors are there. The first trainer to end, or supervisor to be lost, ends it for all. The
-    exit code decides whether another attempt follows.
+    An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
+    lost, ends it for all. The exit code decides whether another attempt follows.
 
     A run whose trainers have reported sizes is elastic: if some supervisors do not come back in
     time, the next attempt takes the first ones of the others, as many as the largest possible size.
@@ -170,15 +164,14 @@ class Council:
         self._count, self._policy, self._job = count, policy, job
         self._progress, self._log, self._clock = progress, log, clock
         self._there: dict[int, Joined] = {}  # the supervisors that are there
-        # When one last came or went; since when no trainer runs, and how long the pause lasts.
-        self._changed = self._since = self._start_at = clock()
+        # Since when no trainer runs, and how long the pause lasts.
+        self._since = self._start_at = clock()
         self._attempt = _Attempt(0, range(count), self._since, set())  # the latest
         self._is_gathering = True
         self._finish: Finish | None = None  # the last order
         self._orders: list[Order] = []
         self._sizes = Sizes()  # of an elastic run
-        self._fewest = 1  # smallest size not excluded by failures before the first step
-        self._failed_once = 0  # size of an attempt that failed once before its first step
+        self._fewest = 1  # smallest size not excluded by a failure before the first step
         self._word = ""
         self._previous = 0  # number of the latest attempt, also of an earlier council
         self._stopped_by = 0  # the signal that asked a supervisor to stop
@@ -200,7 +193,6 @@ class Council:
         if self._finish is None:
             self._log(f"the supervisor of {self._name(member)} is lost")
             self._there.pop(member, None)
-            self._changed = self._clock()
             self._end(member, _LOST_CODE, "the loss of its supervisor")
 
     def finish(self, code: int, why: str = "") -> None:
@@ -241,15 +233,14 @@ class Council:
             sides = f"{self._count} and {report.processes}"
             why = f"the supervisors count {sides} processes: set JAX_NUM_PROCESSES alike for all"
         elif there is not None:
-            other = f"has a supervisor already, on {there.host}"
-            why = f"process {member} {other}: give each its own JAX_PROCESS_ID"
+            why = f"{self._name(member)} has a supervisor already: give each its own JAX_PROCESS_ID"
         if why:
             self._log(f"a supervisor on {report.host} is refused: {why}")
             if not self._attempt.number and there is None:
                 # One of the run's own: the others would wait for it in vain.
                 self.finish(CONFIG_ERROR, why)
             return Finish(CONFIG_ERROR, why)
-        self._there[member], self._changed = report, self._clock()
+        self._there[member] = report
         self._previous = max(self._previous, report.attempt)
         if report.sizes is not None and not self._sizes.counts:
             self._sizes = report.sizes
@@ -258,13 +249,11 @@ class Council:
         return None
 
     def _stop(self, member: int, number: int) -> Finish | None:
-        by = f"was asked to stop by {signal.Signals(number).name}"
+        self._log(f"{self._name(member)} was asked to stop by {signal.Signals(number).name}")
         if member in self._attempt.members:
             self._stopped_by = number
-            self._log(f"{self._name(member)} {by}")
             return None
-        self._log(f"{self._name(member)}, which waits, {by}; the others go on")
-        del self._there[member]
+        del self._there[member]  # it has only waited: the others go on
         return Finish(stop_code(number), "asked to stop")
 
     def _look(self) -> None:
@@ -277,7 +266,7 @@ class Council:
             self._attempt.trained_at = self._clock()
 
     def _usable(self) -> Sequence[int]:
-        """Return the supervisors with which an attempt could start now, as many as possible."""
+        """Return the most supervisors with which an attempt could start now."""
         there, sizes = sorted(self._there), (*self._sizes.counts, self._count)
         fitting = [size for size in sizes if self._fewest <= size <= len(there)]
         # Supervisor 0's host runs the coordinator of every attempt.
@@ -286,7 +275,7 @@ class Council:
     def _gather(self) -> None:
         """Start an attempt if all supervisors are there, or enough to go on with."""
         usable, waited = self._usable(), self._clock() - self._since
-        missing = _listed([i for i in range(self._count) if i not in self._there])
+        missing = ", ".join(str(i) for i in range(self._count) if i not in self._there)
         patience = self._sizes.wait_seconds
         if len(usable) == self._count:
             self._start(usable, "")
@@ -299,23 +288,22 @@ class Council:
             limit = f"{self._policy.wait_seconds:g} s"
             self.finish(LOST, f"no supervisor of process {missing} has come in {limit}")
         elif usable or waited > _QUIET_SECONDS:
-            state = f"waits for process {missing}"
-            if usable:
-                those = f"{len(usable)} of {self._count}"
-                state += f", {patience:g} s at most, then goes on with {those}"
+            limit = f", {patience:g} s at most" if usable else ""
+            state = f"waits for process {missing}{limit}"
             if state != self.status.state:
                 self._show(state=state)
                 self._log(state)
 
     def _start(self, members: Sequence[int], reason: str) -> None:
         """Start an attempt with these members; `reason` says why without the others."""
-        # Later attempts have higher numbers even if supervisor 0 itself was restarted.
+        # Higher than earlier ones even if supervisor 0 itself was restarted.
         number = max(self._previous + 1, int(time.time()))
         if not self._word or [*members] != [*self._attempt.members]:
             self._word = secrets.token_hex(16)  # a memory may hold copies of one it followed before
         those = whole = ""
         if reason:
-            those = f" with {len(members)} of {self._count} processes ({_listed(members)})"
+            names = ", ".join(map(str, members))
+            those = f" with {len(members)} of {self._count} processes ({names})"
             whole = self._sizes.whole
         self._log(f"starts attempt {number}{those}{reason and f': {reason}'}")
         self._show(attempt=number, state=f"trains{those}")
@@ -327,15 +315,14 @@ class Council:
         self._previous = number
 
     def _grow(self) -> None:
-        """Ask the trainers to save when supervisors for a larger attempt have come to stay."""
-        attempt, number, now = self._attempt, len(self._usable()), self._clock()
+        """Ask the trainers to save when supervisors for a larger attempt have come."""
+        attempt, number = self._attempt, len(self._usable())
         if attempt.ends or attempt.is_to_grow or self._stopped_by or not attempt.trained_at:
             return
         # It must have been worth its startup by then, so that the run always gets further.
         startup = attempt.trained_at - attempt.began
-        is_worth_it = now >= attempt.trained_at + _STARTS_BEFORE_GROWTH * startup
-        is_steady = now - self._changed >= _STEADY_SECONDS
-        if number > len(attempt.members) and is_worth_it and is_steady:
+        grows_at = attempt.trained_at + _STARTS_BEFORE_GROWTH * startup
+        if number > len(attempt.members) and self._clock() >= grows_at:
             attempt.is_to_grow = True
             self._show(state=f"saves, to go on with {number} of {self._count} processes")
             self._log(self.status.state)
@@ -356,8 +343,7 @@ class Council:
             seconds = _AFTER_LOSS_SECONDS
         elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.trained_at):
             seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing
-        if attempt.running and self._clock() + seconds < attempt.end_by:
-            attempt.end_by = self._clock() + seconds
+        if attempt.running:
             self._orders.append(End(seconds))
 
     def _follow_up(self) -> None:
@@ -377,15 +363,13 @@ class Council:
             self.finish(code)
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass
-        # One failure is not enough: the next attempt does not begin with a step compiled ahead.
-        elif is_too_small and self._failed_once == number:
+        elif is_too_small:
             self._fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
             self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
         elif self._restarts_in_row >= self._policy.max_restarts:
             self.finish(code, f"giving up after {self._restarts_in_row} restarts")
         else:
-            self._failed_once = number if is_too_small else self._failed_once
             doubled = self._policy.pause_seconds * 2.0 ** min(self._restarts_in_row, 30)
             pause = min(LONGEST_PAUSE, doubled)
             self._start_at += pause
@@ -393,7 +377,3 @@ class Council:
             self._show(restarts=self.status.restarts + 1, state="restarts")
             limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
             self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
-
-
-def _listed(indices: Sequence[int]) -> str:
-    return ", ".join(map(str, indices))

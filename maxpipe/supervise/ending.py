@@ -17,7 +17,6 @@ FAILED = 1
 LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 _LAST_ACTS_SECONDS = 5.0
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 # Functions that tell other processes the code and the reason with which this one leaves.
 announcers: list[Callable[[int, str], None]] = []
@@ -30,11 +29,10 @@ saying_if_possible = partial(suppress, OSError, ValueError, AttributeError)
 
 
 def leave(code: int, reason: str = "") -> None:
-    """End the process with an exit code, without waiting for threads or for other processes.
+    """End the process, without waiting for threads or for other processes.
 
-    First the functions given to `at_end` are called, the latest first, and the streams are flushed.
-    A call that hangs is abandoned after a few seconds. If there is a reason, the other processes of
-    the run receive it and end with the same code.
+    First the functions given to `at_end` are called, the latest first, for a few seconds at most.
+    If there is a reason, the other processes of the run receive it and end with the same code.
     """
     threads = [threading.Thread(target=_finish, name="end", daemon=True)]
     for announce in announcers if reason else []:
@@ -50,8 +48,8 @@ def leave(code: int, reason: str = "") -> None:
 def run_command(main: Callable[[], int]) -> None:
     """Call a command's `main` and end the process with its exit code.
 
-    After a failure the process leaves at once: Python's normal exit waits for threads, and a failed
-    save may leave some that wait for minutes. One of several processes takes the normal exit then.
+    After a failure it leaves at once: a failed save may leave threads for which Python's normal
+    exit would wait for minutes.
     """
     try:
         code: object = main()
@@ -99,7 +97,7 @@ def die_with_parent(parent: int) -> Callable[[], None] | None:
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
+        libc.prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # dead already
             os._exit(LOST)
 

@@ -48,9 +48,8 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     """End the process on an error; as one of several, end the others with the same code and reason.
 
     A `ConfigError` ends with exit code 2, any other error with 1, after a traceback unless its
-    message is enough. Python's normal exit of one of several processes would wait for the others,
-    which wait for this one in a collective. With `ends_process=False`, errors of a run with one
-    process are left to the caller.
+    message is enough. Python's normal exit would wait for the other processes, which wait for this
+    one. With `ends_process=False`, errors of a run with one process are left to the caller.
     """
     is_one_of_several = processes.count() > 1
     try:
@@ -71,8 +70,8 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
 def ending_with_lost_process() -> Iterator[None]:
     """End one of several processes on a JAX error, before anything waits for the others.
 
-    Most often the error means that another process is lost: exit code 134, also in the others.
-    The code is 1 if the error is this process's own, or if all processes have met one.
+    Most often another process is lost: exit code 134. The code is 1 if the error is this process's
+    own, or if all have met one.
     """
     try:
         yield
@@ -137,10 +136,7 @@ def _listen(closed: threading.Event) -> None:
 
 
 def _announce(code: int, reason: str) -> None:
-    """Post why this process is about to leave, and wait until all know it.
-
-    Otherwise the end of the first one would look like a lost process to the others.
-    """
+    """Post why this process leaves, and wait until all know it, or it would look like a loss."""
     text = json.dumps((code, redacted(f"process {processes.index()}: {reason}")))
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
         coordinator().key_value_set(_REASON, text, allow_overwrite=True)

@@ -84,12 +84,8 @@ class Line:
                     self.heard = time.monotonic()
                     if text := line.decode(errors="replace").strip():
                         self._inbox.put((self, decode(text)))
-        except TimeoutError:
-            why = OSError(f"silent for {SILENCE_SECONDS:g} s")
-        except OSError as error:
-            why = error
-        except Damaged as error:
-            why = OSError(f"of another version: {error}")
+        except (OSError, Damaged) as error:  # silent for too long, or of another version
+            why = OSError(str(error))
         self._inbox.put((self, why))
 
 

@@ -1,10 +1,9 @@
 """Keep replicas in memory, outside of the trainers: a directory of each supervisor, and its copies.
 
-The directory outlives a trainer and ends with its supervisor. `own` holds the trainer's steps, see
-`maxpipe.checkpoint.replicas`; `partner` is a copy of the `own` of the previous supervisor among
-those that take part, so that the loss of a host loses no replica; `copied` tells the trainer which
-of its steps its partner has. A supervisor that begins with an empty memory, such as on a host that
-replaces a lost one, first fetches its own steps back.
+The directory, see `maxpipe.checkpoint.replicas`, outlives a trainer and ends with its supervisor.
+`partner` in it copies the `own` of the previous supervisor among those that take part. A supervisor
+that begins with an empty memory, such as on a host that replaces a lost one, first fetches its own
+steps back.
 
 The council's order to start holds the addresses of the memories and a secret for them. Who asks
 names a part and the steps it has; the answer is a line of JSON, step -> file -> size, and the files
@@ -52,10 +51,9 @@ def hold(directory: Path) -> None:
 
 @contextmanager
 def shared_memory() -> Iterator[Path]:
-    """Yield a new directory in memory, removed at the end.
+    """Yield a new directory in memory, removed at the end, or by the next owner after a kill.
 
-    Those of owners that were killed are removed here, also in an earlier container of this pod: the
-    owner of each locks a file beside it, and the lock ends with the process.
+    The owner of each locks a file beside it, and the lock ends with the process.
     """
     for file in _SHARED.glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError), file.open("rb") as lock:  # others' cannot be opened, or are locked
@@ -82,8 +80,7 @@ def copy_new_steps(
 ) -> None:
     """Make `target` equal to a part of another memory, always keeping at least one of its steps.
 
-    A part without steps changes nothing: its supervisor has just begun. `ended` ends the copy.
-    Raises one of `ERRORS`.
+    A part without steps changes nothing: its supervisor has just begun. Raises one of `ERRORS`.
     """
     held = names_in(target)
     host, _, port = address.rpartition(":")
@@ -99,7 +96,6 @@ def copy_new_steps(
                 if names_in(target) & wanted:
                     _remove(target, names_in(target) - wanted)
                 scratch = target / f"{name}.unfinished"
-                shutil.rmtree(scratch, ignore_errors=True)
                 try:
                     _receive(answer, steps[name], scratch, ended)
                     scratch.rename(target / name)
@@ -145,8 +141,8 @@ class Partners:
     ) -> threading.Event:
         """Begin to serve and follow those who take part, in order, given supervisor -> address.
 
-        `forgets` if the steps in this memory are of another history than the others'. Returns an
-        event that is set when the memory is ready for the trainer, with its lost steps.
+        `forgets` if the steps here are of another history than the others'. Returns an event that
+        is set when the memory is ready for the trainer, with its lost steps.
         """
         self.rest()
         before, ready = self._thread, threading.Event()
@@ -185,10 +181,9 @@ class Partners:
         """Remove steps from another history, and copies from supervisors other than these."""
         is_changed = forgets or (bool(self._members) and members != self._members)
         self._members = members
-        if forgets:
-            _remove(self._memory / OWN, names_in(self._memory / OWN))
-        if is_changed:
-            _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
+        for part, has_others in ((OWN, forgets), (PARTNER, is_changed)):
+            if has_others:
+                _remove(self._memory / part, names_in(self._memory / part))
         copied = self._memory / COPIED
         if is_changed or (len(members) > 1 and not copied.exists()):
             write_atomically(copied, [b"[]"])
@@ -199,7 +194,6 @@ class Partners:
         What comes in time appears together: who follows this supervisor must not see only some.
         """
         own, fetched = self._memory / OWN, self._memory / "fetched"
-        shutil.rmtree(fetched, ignore_errors=True)  # of another history, perhaps
         until = time.monotonic() + _REACH_SECONDS
         while not names_in(own) and time.monotonic() < until and not ended.is_set():
             try:

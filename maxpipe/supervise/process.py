@@ -21,7 +21,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import TelemetryConfig
 from maxpipe.config.terminal import at_end
 from maxpipe.devices.cluster import Sizes, job_of_process
-from maxpipe.storage.lease import Lease, LeaseDirectory, LeasePlace, Owner, PlaceInUse, acquire
+from maxpipe.storage.lease import Lease, LeaseDirectory, LeaseLost, LeasePlace, Owner, acquire
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 from maxpipe.storage.records import Damaged, parse_record, read_record
@@ -46,7 +46,7 @@ _POLL_SECONDS = 1.0  # costs less than waking the thread at every step
 class Progress(NamedTuple):
     """How far a trainer is."""
 
-    attempt: int = 0  # of its job
+    attempt: int = 0
     run: str = ""  # the run's directory, once it is known
     step: int = 0  # the last finished step; 0 before the first one of this process
     at: float = 0.0  # when it was finished, by the machine's clock
@@ -56,16 +56,13 @@ class Progress(NamedTuple):
 class ProgressFile:
     """Writes the progress of this process for its supervisor; without one its calls do nothing."""
 
-    def __init__(
-        self, path: Path | None = None, attempt: int = 0, clock: Callable[[], float] = time.time
-    ):
+    def __init__(self, path: Path | None = None, attempt: int = 0):
         self.is_read = path is not None
-        self._path, self._progress, self._clock = path, Progress(attempt), clock
+        self._path, self._progress = path, Progress(attempt)
 
     def finished(self, step: int) -> None:
         """Report that a step is finished; written once a second at most."""
-        now = self._clock()
-        if now - self._progress.at >= _WRITE_SECONDS:
+        if (now := time.time()) - self._progress.at >= _WRITE_SECONDS:
             self.tell(step=step, at=now)
 
     def tell(self, **changes: Any) -> None:
@@ -85,11 +82,8 @@ def read_progress(path: Path) -> Progress:
     return Progress()
 
 
-def downtime_of_process() -> dict[str, float]:
-    """Return for how many seconds the run was down before this process; empty if it was not.
-
-    First until the trainer of the previous attempt had ended, then until this process began.
-    """
+def _downtime() -> dict[str, float]:
+    """Return seconds until the previous trainer had ended, and until this one began, if any."""
     with suppress(ValueError):
         detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
         return {"detection": detection, "restart": max(0.0, time.time() - ended)}
@@ -97,10 +91,9 @@ def downtime_of_process() -> dict[str, float]:
 
 
 class Watchdog:
-    """Ends the process with exit code 124 when it has made no progress for too long.
+    """Ends the run with exit code 124 and all stacks when this process makes no progress.
 
-    The stacks of all Python threads are written to standard error first, and the run's other
-    processes end as well. Inert until entered as a context manager; limits of 0 s are none.
+    Inert until entered as a context manager; limits of 0 s are none.
     """
 
     def __init__(
@@ -168,13 +161,14 @@ class RunLease:
         self._leases = leases
 
     @property
-    def is_lost(self) -> bool:
-        return any(lease.is_lost for lease in self._leases)
+    def lost(self) -> str:
+        """Why one is lost, or ""."""
+        return next(filter(None, (lease.lost for lease in self._leases)), "")
 
     def check(self) -> None:
         """Raise `LeaseLost` if a renewal has found a place gone or with another owner; cheap."""
-        for lease in self._leases:
-            lease.check()
+        if self.lost:
+            raise LeaseLost(self.lost)
 
     def verify(self) -> None:
         """Look at the directory now; raises as `check`."""
@@ -189,25 +183,24 @@ def own_run(
 ) -> Iterator[RunLease]:
     """Own a run's directory and mirror up to the end of the context or process.
 
-    A directory that is made here is removed at the end if it is empty.
-
-    Raises:
-      ConfigError: a live process owns one of them, or it cannot be written to.
+    A directory that is made here is removed at the end if it is empty. Raises ConfigError if a live
+    process owns one of them, or it cannot be written to.
     """
     owner = Owner.this_process(*job)
 
     def own(place: LeasePlace) -> Lease:
-        try:
-            lease = acquire(place, owner, log)
-        except PlaceInUse as error:
-            remedy = "wait until it has ended, stop it, or choose another run_name"
-            raise ConfigError(Problem("run_name", f"{error}: {remedy}")) from None
+        lease = acquire(place, owner, log)
         stack.enter_context(at_end(lease.release))
         return lease
 
+    def remove_empty() -> None:
+        with suppress(OSError):
+            for directory in missing:
+                directory.rmdir()
+
+    missing = [path for path in (root, *root.parents) if not path.exists()]
     with ExitStack() as stack:
-        missing = [path for path in (root, *root.parents) if not path.exists()]
-        stack.callback(_remove_empty, missing)
+        stack.callback(remove_empty)
         try:
             leases = [own(LeaseDirectory(root))]
         except OSError as error:
@@ -217,12 +210,6 @@ def own_run(
             with explained(mirror.url, "checkpoint.mirror", "written to"):
                 leases.append(own(mirror.lease_place()))
         yield RunLease(leases)
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    with suppress(OSError):
-        for directory in directories:
-            directory.rmdir()
 
 
 @dataclass(frozen=True)
@@ -235,7 +222,7 @@ class Supervision:
     lease: RunLease = field(default_factory=RunLease)
     owns_process: bool = True  # the run may end it; false in a program that calls the run
     progress: ProgressFile = field(default_factory=ProgressFile)
-    downtime: Mapping[str, float] = field(default_factory=dict)  # see `downtime_of_process`
+    downtime: Mapping[str, float] = field(default_factory=dict)  # see `_downtime`
     memory: Path | None = None  # the supervisor's directory in memory
 
     def finished_step(self, step: int) -> None:
@@ -254,16 +241,6 @@ def supervise_process(telemetry: TelemetryConfig) -> Iterator[Supervision]:
             interruption,
             watchdog,
             progress=ProgressFile(Path(path) if path else None, job_of_process()[1]),
-            downtime=downtime_of_process(),
+            downtime=_downtime(),
             memory=Path(memory) if memory else None,
         )
-
-
-@contextmanager
-def supervise_in_program() -> Iterator[Supervision]:
-    """Supervise a run within a program, such as a notebook, whose process it must not end.
-
-    There are no deadlines: the program may keep a run waiting.
-    """
-    with Interruption(ends_process=False) as interruption:
-        yield Supervision(interruption, owns_process=False)

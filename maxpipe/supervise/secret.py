@@ -36,10 +36,8 @@ def run_secret(command: Sequence[str], count: int) -> str:
     """Return the secret of a run of `count` supervisors.
 
     It is MAXPIPE_SECRET, which is taken out of the environment, or in a file that only this user
-    may read: in the `output_dir` of a training, for another command in `~/.cache/maxpipe`.
-
-    Raises:
-      ConfigError: there is no secret, and no place for one that only this user may read.
+    may read: in the `output_dir` of a training, for another command in `~/.cache/maxpipe`. Raises
+    ConfigError if there is neither.
     """
     secret = os.environ.pop(SECRET, "")
     if secret or count == 1:
@@ -66,8 +64,6 @@ def _secret_in(directory: Path) -> str:
     status, secret = path.stat(), path.read_text()
     if status.st_uid != os.geteuid() or status.st_mode & 0o77:
         raise PermissionError(errno.EPERM, f"others may read {path}, or own it")
-    if not secret:
-        raise OSError(errno.EINVAL, f"{path} is empty")
     return secret
 
 
@@ -94,9 +90,8 @@ def prove(connection: socket.socket, secret: str, side: str) -> None:
     """Prove a secret as `CALLER` or `LISTENER`; ConnectionError if the other side does not."""
 
     def proof(of: str, first: bytes, second: bytes) -> bytes:
-        return hmac.digest(
-            os.fsencode(secret), f"maxpipe {of} ".encode() + first + second, "sha256"
-        )
+        text = f"maxpipe {of} ".encode() + first + second
+        return hmac.digest(os.fsencode(secret), text, "sha256")
 
     own, is_known = secrets.token_bytes(_BYTES), False
     with suppress(OSError, EOFError):
@@ -132,13 +127,10 @@ def listening(
     secret: Callable[[], str],
     handle: Callable[[socket.socket, str], object],
 ) -> Iterator[int]:
-    """Pass on connections whose callers prove a secret, within the context; yield the port.
+    """Pass connections whose callers prove the secret to `handle`, in threads; yield the port.
 
-    Args:
-      host: name or address of this machine; only "localhost" is out of reach for other machines.
-      port: port to listen at; 0 for any.
-      secret: function that returns the secret; "" refuses everyone.
-      handle: function that receives a connection, to be closed by it, and the secret, in a thread.
+    Only at "localhost" other machines cannot call; port 0 is any. An empty secret refuses everyone.
+    `handle` receives the secret, too, and closes the connection.
     """
 
     def admit(connection: socket.socket) -> None:

@@ -20,10 +20,9 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def numbers_to_pass_on() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop what it has started.
+    """Return the signals that ask to stop: also SIGHUP, of a closed terminal, except under nohup.
 
-    SIGHUP, which comes when a terminal is closed, is one of them unless nohup has made it ignored.
-    It is passed on as SIGTERM: itself it would kill a run.
+    It is to be passed on as SIGTERM: itself it would kill a run.
     """
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGHUP, signal.SIGTERM, signal.SIGINT][is_ignored:]
@@ -31,7 +30,7 @@ def numbers_to_pass_on() -> list[signal.Signals]:
 
 @contextmanager
 def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Handle signals with a handler within the context; only the main thread can.
+    """Handle signals within the context; only the main thread can.
 
     Ctrl-C, whose previous handler raises, should be last: it is the first to be restored.
     """
@@ -48,14 +47,13 @@ class Interruption:
 
     SIGTERM (exit code 75) and the first Ctrl-C (130) ask for it, and call `on_request` in another
     thread. A second Ctrl-C ends the process at once, and so does either signal before `begin`, when
-    there is nothing to save yet; unless `ends_process`, they raise KeyboardInterrupt or SystemExit
-    in the main thread. In another thread, as in some notebooks, this stays inert and says so.
+    there is nothing to save yet; unless `ends_process`, they raise KeyboardInterrupt or SystemExit.
 
-    Signals are read by a thread from a pipe, because Python's own handlers run in the main thread
-    only, which may sit in a compilation or in a collective that never ends.
+    A thread reads signals from a pipe: Python's own handlers run in the main thread, which may sit
+    in a compilation or in a collective that never ends.
 
-    With several processes, a signal to one of them stops all. JAX's preemption service agrees on
-    the step; it takes over SIGTERM, which `share_with_jax` takes back and passes on.
+    With several processes, JAX's preemption service agrees on the step at which all stop; it takes
+    over SIGTERM, which `share_with_jax` takes back and passes on.
     """
 
     def __init__(
@@ -89,10 +87,7 @@ class Interruption:
         self._stack.close()
 
     def share_with_jax(self) -> None:
-        """Take SIGTERM back from JAX after its start with several processes; in the main thread.
-
-        JAX only makes a note for the loop, which never reads it if the process hangs.
-        """
+        """Take SIGTERM back from JAX, whose note for the loop is never read by one that hangs."""
         if not self._listens or not is_one_of_several():
             return
         libc = ctypes.CDLL(None)
@@ -133,7 +128,6 @@ class Interruption:
                 self._ask(number)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread of a program."""
         if self._ends_now(number):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(PREEMPTED)
         self._ask(number)
@@ -142,7 +136,6 @@ class Interruption:
         return not self._begun or number == self._signal == signal.SIGINT
 
     def _ask(self, number: int) -> None:
-        """Let the loop stop after the current step, and say so."""
         if self._signal != signal.SIGINT:
             self._signal = number
         self._on_request()

@@ -1,4 +1,4 @@
-"""Supervise the trainer of one host: start it, watch it, end it, as the run's council orders.
+"""Supervise the trainer of one host, as the run's council orders.
 
 Imports no JAX, so that a supervisor costs next to no memory and JAX cannot abort it.
 """
@@ -68,16 +68,20 @@ class TrainerProcess:
 
 
 class Supervisor:
-    """Follows the orders of a council for one host; see `supervise`."""
+    """Follows the orders of a council for one host; see `supervise`.
+
+    `memory` holds replicas, the trainer's and a partner's, and its progress; `port` is that of
+    `partners`.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         place: Place,
         log: Callable[[str], None],
-        memory: Path,  # for replicas, the trainer's and a partner's, and for its progress
-        partners: Partners,  # exchange replicas with other supervisors
-        port: int,  # of these
+        memory: Path,
+        partners: Partners,
+        port: int,
     ):
         self.code: int | None = None  # exit code, once the run has ended
         self.progress_file = memory / "progress.json"  # written by the trainer
@@ -97,10 +101,9 @@ class Supervisor:
     def follow(
         self, address: tuple[str, int], secret: str, wait_seconds: float, signals: list[int]
     ) -> int:
-        """Join the council, again if it is lost, and follow its orders; return the exit code.
+        """Join the council at `address`, again if it is lost, and follow its orders.
 
-        Supervisor 0, at `address`, may be away for `wait_seconds`. `signals` receives those that
-        ask to stop.
+        Returns the exit code. `signals` receives those that ask to stop.
         """
         until, told = time.monotonic() + wait_seconds, ""
         while self.code is None:
@@ -109,28 +112,24 @@ class Supervisor:
             try:
                 self._converse(address, secret, signals)
             except OSError as error:
-                where, remedy = f"{address[0]}:{address[1]}", "let hosts reach this port"
-                text = f"no supervisor 0 at {where} ({error}); start it there, and {remedy}"
+                where = f"{address[0]}:{address[1]}"
+                text = f"no supervisor 0 at {where} ({error}); let hosts reach this port"
                 if self._line is not None:
                     text = f"the line to supervisor 0 is lost ({error}); {self._name} ends"
                     self._line.close()
                     self._line, until = None, time.monotonic() + wait_seconds
                     self.end()
-                if is_over := time.monotonic() > until:
-                    text += f"; exit code {LOST}"
                 if text != told:
                     told = text
                     self._log(text)
-                if is_over:
+                if time.monotonic() > until:
+                    self._log(f"supervisor 0 has not come in {wait_seconds:g} s; exit code {LOST}")
                     return LOST
                 time.sleep(_RETRY_SECONDS)
         return self.code
 
     def _converse(self, address: tuple[str, int], secret: str, signals: list[int]) -> None:
-        """Join over a new line, and follow orders up to the last one.
-
-        Raises OSError if supervisor 0 cannot be reached, is gone, or knows another secret.
-        """
+        """Join over a new line, and follow orders up to the last one; OSError if it is lost."""
         connection = socket.create_connection(address, SILENCE_SECONDS)
         try:
             prove(connection, secret, CALLER)
@@ -275,10 +274,7 @@ def supervise(
     """Keep the trainer of this host running until its run has ended; return the exit code.
 
     Process 0's supervisor runs the council for all. If it is lost, the others end their trainers
-    and wait for it to come back.
-
-    Raises:
-      ConfigError: there is no secret, or the council's port is in use.
+    and wait for it. Raises ConfigError if there is no secret, or the council's port is in use.
     """
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     secret = run_secret(command, place.count)
@@ -297,9 +293,9 @@ def supervise(
             try:
                 port = stack.enter_context(Hub(head).serving(*address, secret))
             except OSError as error:
-                message = f"port {place.port} of the coordinator's address cannot be used: "
-                remedy = "end what holds it, or choose another one in JAX_COORDINATOR_ADDRESS"
-                raise ConfigError(Problem("", f"{message}{error.strerror}; {remedy}")) from error
+                message = f"port {place.port} cannot be used: {error.strerror}; end what holds it, "
+                message += "or choose another one in JAX_COORDINATOR_ADDRESS"
+                raise ConfigError(Problem("", message)) from error
             address = "localhost", port
             stack.enter_context(_writing_status(head, supervisor.progress_file))
         stack.callback(supervisor.end)

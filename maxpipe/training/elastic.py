@@ -1,9 +1,7 @@
 """Go on with fewer hosts: fit the configuration to those present, and compile the step ahead.
 
-Once a run trains, process 0 compiles the step for the next smaller number of hosts in a thread, for
-all devices that remain, so that the run goes on at once if a host is lost. It lies in the run's
-directory, and is run only if it agrees with the configuration as `maxpipe.training.stored_step`
-says; otherwise the attempt on fewer hosts compiles its own.
+Once a run trains, process 0 compiles the step for the next smaller number of hosts in a thread, so
+that the run goes on at once if a host is lost. See `maxpipe.training.stored_step`.
 """
 
 import threading
@@ -11,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import jax
 from jax.sharding import Mesh
@@ -32,11 +30,8 @@ from maxpipe.supervise.ending import left_behind
 from maxpipe.supervise.process import ProgressFile
 from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory
-from maxpipe.training.stored_step import LOAD, holds, write
+from maxpipe.training.stored_step import LOAD, write
 from maxpipe.training.trainer import BuildTrainer, Trainer
-
-if TYPE_CHECKING:
-    from maxpipe.compile.step import StepTrainer
 
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
@@ -47,10 +42,8 @@ OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
     """Return the configuration for the hosts present; unchanged if these are all.
 
-    The supervisor learns from `progress` with how many hosts the run may go on.
-
-    Raises:
-      ConfigError: the run cannot go on with fewer hosts, or not with these.
+    The supervisor learns from `progress` with how many hosts the run may go on. Raises ConfigError
+    if it cannot with fewer, or not with these.
     """
     elastic = loaded.config.mesh.elastic
     if not elastic.axes:
@@ -90,10 +83,7 @@ def step_file(config: Config, count: int) -> Path:
 def compile_ahead(
     given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
 ) -> None:
-    """Let process 0 compile the step for fewer hosts in a thread, once `run` has begun to train.
-
-    `given` is the configuration for all hosts.
-    """
+    """Let process 0 compile the step for fewer hosts than `given` has, once `run` trains."""
     is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
     if not is_elastic or processes.index() > 0:
         return
@@ -103,13 +93,11 @@ def compile_ahead(
         while run.step < first + _STEPS:
             time.sleep(_LOOK_SECONDS)
         try:
-            if (fitted := fit_next(given)) is None:
-                return
-            began, count = time.perf_counter(), fitted[1].processes
-            if file := store_step(*fitted, build_trainer):
-                those = f"the step for {count} of {processes.count()} processes"
-                took = f"in {time.perf_counter() - began:.1f} s"
-                log(f"{those} was compiled ahead {took}, for the loss of a host: {file}")
+            if fitted := fit_next(given):
+                began, those = time.perf_counter(), f"{fitted[1].processes} of {processes.count()}"
+                file = store_step(*fitted, build_trainer)
+                took = f"compiled ahead in {time.perf_counter() - began:.1f} s"
+                log(f"the step for {those} processes was {took}, for the loss of a host: {file}")
         # Whatever the error is, training goes on without the step.
         except Exception as error:
             log(f"no step for fewer hosts is compiled ahead, only when it is needed: {error}")
@@ -119,13 +107,12 @@ def compile_ahead(
     thread.start()
 
 
-def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
-    """Compile the step for the first hosts, fitted to them, and store it; allocate no array.
+def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path:
+    """Compile the step for the first hosts, fitted to them, and return its file; makes no array.
 
-    Returns the file; None if it already holds the step. Raises ConfigError if no stored step could
-    run there, and OutOfMemory if the program does not fit.
+    Raises ConfigError if no stored step could run there, and OutOfMemory if it does not fit.
     """
-    from maxpipe.compile.step import compile_step  # which no other run needs
+    from maxpipe.compile.step import StepTrainer, compile_step  # which no other run needs
 
     if reason := hindrance_of(hosts.devices, hosts.processes):
         raise ConfigError(Problem("", reason))
@@ -137,11 +124,9 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
     # Decisions are noted by the attempt that needs the step.
     config = choose_stages(config, device_memory(devices), ignore_note)
     mesh = build_mesh(config, devices)
-    file = step_file(config, hosts.processes)
-    if holds(str(file), config, mesh):
-        return None
-    trainer = cast("StepTrainer", build_trainer(config, mesh, note=ignore_note))
+    trainer = cast(StepTrainer, build_trainer(config, mesh, note=ignore_note))
     compiled = compile_step(config, mesh, trainer, ignore_note, OPTIONS.get(devices[0].platform))
+    file = step_file(config, hosts.processes)
     file.parent.mkdir(parents=True, exist_ok=True)
     write(str(file), compiled.executable, config, mesh)
     return file
@@ -152,8 +137,8 @@ def build_with_step_ahead(
 ) -> Trainer | None:
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 
-    All processes call this. A file is used once, so that the next attempt compiles its own step if
-    this one fails. Returns None if there is no such step, or if it cannot be loaded.
+    All processes call this. A file is used once: if this attempt fails, the next one compiles its
+    own step. Returns None if there is no such step, or if it cannot be loaded.
     """
     if whole_of_process() is None:
         return None

@@ -257,7 +257,7 @@ def run_and_close(run: Session, train: Callable[[], int]) -> int:
     def end_saves() -> None:
         with supervision.time.phase("checkpoint"):
             # A directory that has another owner is left alone.
-            if not supervision.lease.is_lost:
+            if not supervision.lease.lost:
                 run.checkpointer.close()
 
     def account_for_time() -> None:

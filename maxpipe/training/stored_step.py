@@ -43,13 +43,10 @@ PROGRAM = (
 # Distributions that hold compiler and runtime, besides jaxlib.
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
-
 Origin = dict[str, object]  # values of JSON, flat, keys as in `origin`
 
 
 class Header(NamedTuple):
-    """What precedes the executable in a file."""
-
     origin: Origin  # what it was compiled from
     metrics: dict[str, list[int]]  # shapes of the step's metrics by name, sorted
     sha256: str  # digest of the executable
@@ -71,28 +68,19 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
 
 
 def read(file: str) -> tuple[Header, bytes]:
-    """Read what `write` wrote; ConfigError if there is none, or if it is damaged."""
+    """Read what `write` wrote; raises ConfigError."""
     try:
         content = Path(file).read_bytes()
     except OSError as error:
         raise ConfigError(Problem(LOAD, f"cannot read {file}: {error.strerror}")) from None
-    if not content.startswith(MAGIC):
-        message = f"{file} was not written by {SAVE}, or by another version of maxpipe"
-        raise ConfigError(Problem(LOAD, message))
     line, _, payload = content.removeprefix(MAGIC).partition(b"\n")
     with suppress(Damaged):
         header = parse_record(line, Header)
-        if header.sha256 == hashlib.sha256(payload).hexdigest():
+        is_whole = header.sha256 == hashlib.sha256(payload).hexdigest()
+        if content.startswith(MAGIC) and is_whole:
             return header, payload
-    raise _refusal(file, f"{file} is damaged")
-
-
-def holds(file: str, config: Config, mesh: Mesh) -> bool:
-    """Return whether a file holds the step of a configuration on a mesh."""
-    try:
-        return read(file)[0].origin == origin(config, mesh)
-    except ConfigError:
-        return False
+    reason = f"{file} is damaged, or was not written by {SAVE} of this version of maxpipe"
+    raise ConfigError(_refusal(file, reason))
 
 
 def origin(config: Config, mesh: Mesh) -> Origin:
@@ -113,11 +101,8 @@ def origin(config: Config, mesh: Mesh) -> Origin:
 class StoredStep:
     """A training step that runs a stored executable; see `SpmdTrainer`'s `load_step`.
 
-    `state` is the abstract live state, `batch_sharding` that of the arrays of a batch.
-
-    Raises:
-      ConfigError: the file cannot be read, or was compiled from something else (a problem for each
-        difference), or no program from a file is safe on these devices.
+    `state` is the abstract live state, `batch_sharding` that of the arrays of a batch. Raises
+    ConfigError if the file cannot be run here, with a problem for each difference in its origin.
     """
 
     def __init__(
@@ -134,7 +119,8 @@ class StoredStep:
             self._executable = client.deserialize_executable(executable, executable_devices=devices)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise _refusal(file, f"the runtime does not take {file}: {reason}") from None
+            problem = _refusal(file, f"the runtime does not take {file}: {reason}")
+            raise ConfigError(problem) from None
         self._state_shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
         self._batch_sharding = batch_sharding
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -167,11 +153,11 @@ def _check_origin(file: str, theirs: Origin, ours: Origin) -> None:
         if then != now:
             key, prefix = (name, "") if name in OPTIONS else (LOAD, f"{name}: ")
             message = f"{prefix}{file} was compiled with {then!r}, this run has {now!r}"
-            problems += _refusal(file, message, key).problems
+            problems.append(_refusal(file, message, key))
     if problems:
         raise ConfigError(*problems)
 
 
-def _refusal(file: str, reason: str, key: str = LOAD) -> ConfigError:
+def _refusal(file: str, reason: str, key: str = LOAD) -> Problem:
     remedy = f"compile it again with python -m maxpipe.compile ... {SAVE}={file}"
-    return ConfigError(Problem(key, f"{reason}; {remedy}, or leave out {LOAD}"))
+    return Problem(key, f"{reason}; {remedy}, or leave out {LOAD}")

@@ -67,11 +67,10 @@ def test_fit_fewer_says_what_has_changed_and_why(base):
     )
 
 
-def test_fit_fewer_of_processes_that_do_not_fit_names_those_that_do(base):
+def test_fit_fewer_of_processes_that_do_not_fit_is_refused(base):
     loaded = load(base, [*SEQUENTIAL, "mesh.ici.data=4", "mesh.elastic.axes=[data]"])
-    with pytest.raises(ConfigError, match=r"3 of 4 processes .* processes that do: 1, 2$") as error:
+    with pytest.raises(ConfigError, match=r"^mesh\.elastic\.axes: 3 of 4 processes cannot"):
         fit_fewer(loaded, Hosts(4, 4), Hosts(3, 3))
-    assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
 
 
 def test_counts_to_go_on_of_the_mpmd_engine_keep_stages_in_whole_processes(base):

@@ -114,7 +114,7 @@ def test_council_says_once_whom_it_waits_for():
     ("member", "count", "why"),
     [
         (2, 3, "the supervisors count 2 and 3 processes"),
-        (1, 2, "process 1 has a supervisor already, on host1: give each its own JAX_PROCESS_ID"),
+        (1, 2, "process 1 on host1 has a supervisor already: give each its own JAX_PROCESS_ID"),
     ],
 )
 @pytest.mark.parametrize("is_in_pause", [False, True])
@@ -168,19 +168,17 @@ def test_council_finishes_with_a_final_code(run, code):
 @pytest.mark.parametrize(
     ("codes", "seconds"),
     [
-        ((75, 75), [1800.0]),
+        ((75, 75), [1800.0, 1800.0]),
         ((75, 134), [1800.0, 2.0]),
         ((75, 1), [1800.0, 60.0]),
-        ((1, -9), [60.0, 2.0]),
-        ((-9, 134), [2.0]),
-        ((-9, 1), [2.0]),
+        ((-9, 1), [2.0, 60.0]),
         # Before a step there is nothing to save.
         ((None, 75), [60.0]),
         ((None, 130), [60.0]),
         ((None, 0), [1800.0]),
     ],
 )
-def test_council_ends_other_processes_by_the_most_urgent_end(codes, seconds):
+def test_council_ends_other_processes_as_soon_as_an_end_asks_for(codes, seconds):
     run = Supervised(3)
     run.join()
     if codes[0] is not None:
@@ -289,7 +287,7 @@ def test_council_of_an_elastic_run_waits_for_a_host_and_starts_with_all_when_it_
     run = elastic()
     lose(run, 2)
     assert run.orders(after=59) == []
-    assert "waits for process 2, 60 s at most, then goes on with 2 of 4" in run.log
+    assert "waits for process 2, 60 s at most" in run.log
     (start,) = run.join(2)
     assert (start.members, start.whole) == ((0, 1, 2, 3), "")
 
@@ -334,10 +332,9 @@ def test_council_puts_a_waiting_host_in_the_place_of_a_lost_one_at_once(shrunk):
     assert start.members == (0, 2)
 
 
-def test_council_grows_at_a_clean_point_when_a_host_has_come_back_to_stay(shrunk):
+def test_council_grows_at_a_clean_point_when_a_host_has_come_back(shrunk):
     assert shrunk.join(3) == []
     assert shrunk.log[-1] == "process 3 on host3 has joined, and waits: the others have gone on"
-    assert shrunk.orders(after=4.5) == []
     assert [type(order) for order in shrunk.orders(after=1)] == [Save]
     assert shrunk.orders(after=1) == [], "it asks once"
     restarts = shrunk.council.status.restarts
@@ -390,9 +387,7 @@ def test_council_whose_fewer_processes_cannot_run_waits_for_more(code):
     run = elastic(counts=(1, 2, 3))
     lose(run, 2, 3)
     (start,) = run.orders(after=62)
-    run.end((0, code), (1, code))
-    (start,) = run.orders(after=62)
-    assert start.members == (0, 1), "once more, without a step that was compiled ahead"
+    assert start.members == (0, 1)
     assert run.end((0, code), (1, code))[-1:] == [End(60.0)]
     assert f"exit code {code} before a step" in " ".join(run.log)
     assert run.orders(after=500) == [], "neither 2 nor 1 of them"

@@ -106,7 +106,7 @@ def test_hub_refuses_a_second_supervisor_of_a_number_alone(join, council):
     second = join(1)
     refusal = second.hear()
     assert refusal.code == 2
-    assert refusal.why.startswith("process 1 has a supervisor already, on host1")
+    assert refusal.why.startswith("process 1 on host1 has a supervisor already")
     second.say("", encode(Ended(council.status.attempt, 42)))
     second.close()
     assert not members[0].has_order()

@@ -1,6 +1,7 @@
 """What a trainer tells its supervisor, and the leases of a run."""
 
 import os
+import time
 
 import fsspec
 import pytest
@@ -16,11 +17,11 @@ NO_JOB = ("", 0)
 
 def test_progress_written_is_read_back_once_a_second_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("the training loop waits for a disk"))
-    now = [100.0]
-    file = ProgressFile(tmp_path / "progress.json", 3, lambda: now[0])
+    file = ProgressFile(tmp_path / "progress.json", 3)
     file.tell(run=str(tmp_path))
     assert read_progress(tmp_path / "progress.json") == Progress(3, str(tmp_path))
-    for now[0], step in ((101.0, 7), (101.5, 8)):
+    for now, step in ((101.0, 7), (101.5, 8)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
         file.finished(step)
     assert read_progress(tmp_path / "progress.json") == Progress(3, str(tmp_path), 7, 101.0)
 
@@ -67,31 +68,25 @@ def test_own_run_in_a_place_that_is_no_directory_is_a_config_error(tmp_path):
 
 
 class FakeLease:
-    """Lost from the first `verify` on if `is_gone`."""
+    """Lost from the first `verify` on."""
 
-    def __init__(self, is_lost=False, is_gone=False):
-        self.is_lost, self.is_gone, self.looks = is_lost, is_gone, 0
-
-    def check(self):
-        if self.is_lost:
-            raise LeaseLost
+    def __init__(self, lost=""):
+        self.lost, self.looks = lost, 0
 
     def verify(self):
-        self.looks += 1
-        self.is_lost = self.is_lost or self.is_gone
+        self.looks, self.lost = self.looks + 1, "gone"
 
 
-@pytest.mark.parametrize("place", ["directory", "mirror"])
-def test_run_lease_of_which_one_is_lost_is_lost(place):
-    lease = RunLease([FakeLease(place == "directory"), FakeLease(place == "mirror")])
-    assert lease.is_lost
-    for ask in (lease.check, lease.verify):
-        with pytest.raises(LeaseLost):
-            ask()
+@pytest.mark.parametrize("reasons", [("taken over", ""), ("", "taken over")])
+def test_run_lease_of_which_one_is_lost_is_lost(reasons):
+    lease = RunLease([FakeLease(reason) for reason in reasons])
+    assert lease.lost
+    with pytest.raises(LeaseLost, match="taken over"):
+        lease.check()
 
 
 def test_run_lease_verify_asks_the_directory_and_not_the_slow_mirror():
-    leases = FakeLease(is_gone=True), FakeLease(is_gone=True)
+    leases = FakeLease(), FakeLease()
     lease = RunLease(leases)
     lease.check()
     with pytest.raises(LeaseLost):

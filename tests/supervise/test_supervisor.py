@@ -20,7 +20,7 @@ from helpers.training_process import inherited
 
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
 from maxpipe.supervise import supervisor
-from maxpipe.supervise.council import Policy, Start
+from maxpipe.supervise.council import End, Policy, Start
 from maxpipe.supervise.process import Progress
 from maxpipe.supervise.supervisor import Supervisor
 
@@ -279,6 +279,18 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
     assert json.loads(trained)[0] == pytest.approx(100, abs=20)
     assert downtime_after({"run": "r", "step": 0, "at": 0.0}) == trained
     assert downtime_after({"run": "r", "step": 4, "at": before}) != trained
+
+
+def test_supervisor_ends_its_trainer_by_the_most_urgent_order(tmp_path):
+    here = supervisor_in(tmp_path, "sleep", "60")
+    here.handle(Start(1, 7, ""))
+    here.look()
+    for seconds in (600, 0, 60):
+        here.handle(End(seconds))
+    until = time.monotonic() + 20
+    while here._trainer is not None:
+        assert time.monotonic() < until
+        here.look()
 
 
 def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(tmp_path):

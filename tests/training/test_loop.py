@@ -108,18 +108,18 @@ class Recorder:
 class Lease:
     """Fake lease: `check` knows of a loss after some calls, `verify` at once if it is gone."""
 
-    checks_left, is_gone, is_lost = -1, False, False
+    checks_left, is_gone, lost = -1, False, False
 
     def check(self):
         self.checks_left -= 1
-        self._raise_if(self.checks_left == 0 or self.is_lost)
+        self._raise_if(self.checks_left == 0 or self.lost)
 
     def verify(self):
-        self._raise_if(self.is_gone or self.is_lost)
+        self._raise_if(self.is_gone or self.lost)
 
-    def _raise_if(self, is_lost):
-        self.is_lost = is_lost
-        if is_lost:
+    def _raise_if(self, lost):
+        self.lost = lost
+        if lost:
             raise LeaseLost("the directory was moved")
 
 
@@ -361,7 +361,7 @@ def test_close_of_a_run_closes_everything_in_order(run, notes, monkeypatch, trou
     if trouble == "the last save fails":
         monkeypatch.setattr(parts.checkpointer, "close", fail_to_save)
     parts.supervision.lease.is_gone = trouble == "the directory is gone"
-    parts.supervision.lease.is_lost = trouble == "another owner"
+    parts.supervision.lease.lost = trouble == "another owner"
     with pytest.raises(error) if error else nullcontext():
         assert run_and_close(parts, lambda: 75 // (trouble != "training fails")) == 75
     saved = ["close checkpointer"] if saves else []

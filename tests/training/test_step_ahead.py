@@ -42,11 +42,8 @@ def built(loaded, notes, build=build_trainer):
     return config, mesh, build_with_step_ahead(config, mesh, build, notes.append)
 
 
-def test_store_step_once_gives_a_step_that_is_run_instead_of_compiling(loaded):
+def test_store_step_gives_a_step_that_is_run_instead_of_compiling(loaded):
     file = store_step(loaded, ALONE, build_trainer)
-    assert file is not None
-    assert store_step(loaded, ALONE, build_trainer) is None, "it is there already"
-
     notes = []
     config, mesh, trainer = built(loaded, notes)
     assert notes[-1].startswith(f"compile.load={file}: compiled while there were more hosts")
