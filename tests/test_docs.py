@@ -37,9 +37,9 @@ from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
 from maxpipe.supervise.council import Status
+from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED
 from maxpipe.supervise.failure import FAILED
 from maxpipe.supervise.process import HUNG, STATUS_FILE
-from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
 from maxpipe.training.loop import DIVERGED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

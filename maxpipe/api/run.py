@@ -15,8 +15,8 @@ from maxpipe.config.sections import Config
 from maxpipe.data.check import with_steps
 from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
+from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED, Interruption
 from maxpipe.supervise.process import Supervision
-from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED, Interruption
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.training.loop import DIVERGED, DONE, OnStep, Session
 from maxpipe.training.run_directory import RunDirectory

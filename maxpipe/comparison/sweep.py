@@ -22,8 +22,7 @@ from maxpipe.config.imports import import_words
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
-from maxpipe.supervise.ending import die_with_parent
-from maxpipe.supervise.signals import PREEMPTED, handling, numbers_to_pass_on
+from maxpipe.supervise.ending import PREEMPTED, die_with_parent, handling, numbers_to_pass_on
 
 FAILED = 1
 METRICS = "metrics.jsonl"  # of a member that has made a step

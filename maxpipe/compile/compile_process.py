@@ -17,8 +17,7 @@ from maxpipe.config.terminal import Note
 from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.candidate import Proof
 from maxpipe.storage.records import read_record
-from maxpipe.supervise.ending import die_with_parent
-from maxpipe.supervise.signals import handling
+from maxpipe.supervise.ending import die_with_parent, handling
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:

@@ -77,8 +77,7 @@ class LeaseDirectory:
         os.utime(self._path / name)  # needs no room on a full disk
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            (self._path / name).unlink()
+        (self._path / name).unlink(missing_ok=True)
 
 
 class LeaseObjects:

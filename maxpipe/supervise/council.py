@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import Sizes, free_port
-from maxpipe.supervise.ending import FAILED, LOST
+from maxpipe.supervise.ending import FAILED, LOST, PREEMPTED, stop_code
 from maxpipe.supervise.process import HUNG, Progress
-from maxpipe.supervise.signals import PREEMPTED, stop_code
 
 LONGEST_PAUSE = 600.0
 RESET_SECONDS = 1800.0  # length of an attempt after which earlier restarts no longer count
@@ -171,7 +170,6 @@ class Council:
         self._finish: Finish | None = None  # the last order
         self._orders: list[Order] = []
         self._sizes = Sizes()  # of an elastic run
-        self._fewest = 1  # smallest size not excluded by a failure before the first step
         self._word = ""
         self._previous = 0  # number of the latest attempt, also of an earlier council
         self._stopped_by = 0  # the signal that asked a supervisor to stop
@@ -267,10 +265,11 @@ class Council:
 
     def _usable(self) -> Sequence[int]:
         """Return the most supervisors with which an attempt could start now."""
-        there, sizes = sorted(self._there), (*self._sizes.counts, self._count)
-        fitting = [size for size in sizes if self._fewest <= size <= len(there)]
-        # Supervisor 0's host runs the coordinator of every attempt.
-        return there[: max(fitting, default=0)] if 0 in self._there else []
+        there = sorted(self._there)
+        if 0 not in there:  # its host runs the coordinator of every attempt
+            return []
+        sizes = (*self._sizes.counts, self._count)
+        return there[: max((size for size in sizes if size <= len(there)), default=0)]
 
     def _gather(self) -> None:
         """Start an attempt if all supervisors are there, or enough to go on with."""
@@ -349,24 +348,17 @@ class Council:
     def _follow_up(self) -> None:
         """Finish after an attempt, or let another one follow."""
         attempt, code = self._attempt, verdict(self._attempt.ends)
-        number = len(attempt.members)
         self._since = self._start_at = self._clock()
         self._is_gathering = True
-        has_failed = code in (FAILED, CONFIG_ERROR) and not attempt.trained_at
-        is_too_small = has_failed and number < self._count  # perhaps
         if self._since - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
         if self._stopped_by:
             # The signal may have come before the trainer could handle it.
             self.finish(PREEMPTED if code == -signal.SIGTERM else code, "asked to stop")
-        elif not is_restartable(code) and not is_too_small:
+        elif not is_restartable(code):
             self.finish(code)
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass
-        elif is_too_small:
-            self._fewest = number + 1
-            which = f"{number} or fewer of {self._count} processes"
-            self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
         elif self._restarts_in_row >= self._policy.max_restarts:
             self.finish(code, f"giving up after {self._restarts_in_row} restarts")
         else:

@@ -17,9 +17,8 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervise.ending import FAILED, LOST, announcers, leave, saying_if_possible
+from maxpipe.supervise.ending import FAILED, LOST, PREEMPTED, announcers, leave, saying_if_possible
 from maxpipe.supervise.process import HUNG
-from maxpipe.supervise.signals import PREEMPTED
 from maxpipe.telemetry.writers import TelemetryError
 
 

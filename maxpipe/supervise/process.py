@@ -25,8 +25,7 @@ from maxpipe.storage.lease import Lease, LeaseDirectory, LeaseLost, LeasePlace, 
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 from maxpipe.storage.records import Damaged, parse_record, read_record
-from maxpipe.supervise.ending import leave, saying_if_possible
-from maxpipe.supervise.signals import Interruption
+from maxpipe.supervise.ending import Interruption, leave, saying_if_possible
 from maxpipe.telemetry.profiling import TimeAccount
 
 if TYPE_CHECKING:  # takes time to import, and most runs have none

@@ -62,8 +62,8 @@ def _secret_in(directory: Path) -> str:
             os.link(scratch, path)
         os.unlink(scratch)
     status, secret = path.stat(), path.read_text()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o77:
-        raise PermissionError(errno.EPERM, f"others may read {path}, or own it")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o77 or not secret:
+        raise PermissionError(errno.EPERM, f"others may read {path}, or own it, or it is empty")
     return secret
 
 

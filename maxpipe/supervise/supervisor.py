@@ -24,12 +24,18 @@ from maxpipe.devices.cluster import WHOLE, Place, Sizes, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervise import council
 from maxpipe.supervise.council import Council, Ended, Joined, Order, Policy, Report, Start
-from maxpipe.supervise.ending import LOST, die_with_parent
+from maxpipe.supervise.ending import (
+    LOST,
+    PREEMPTED,
+    die_with_parent,
+    handling,
+    numbers_to_pass_on,
+    stop_code,
+)
 from maxpipe.supervise.link import SILENCE_SECONDS, Hub, Inbox, Line
 from maxpipe.supervise.memory import Partners, hold, shared_memory
 from maxpipe.supervise.process import DOWNTIME, MEMORY, PROGRESS, STATUS_FILE, read_progress
 from maxpipe.supervise.secret import CALLER, prove, run_secret
-from maxpipe.supervise.signals import PREEMPTED, handling, numbers_to_pass_on, stop_code
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5

@@ -12,7 +12,7 @@ from helpers.runs import assert_same_run, last_words, rows, write_config
 import maxpipe
 from maxpipe import train
 from maxpipe.api import run as api_run
-from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED
 from maxpipe.training.loop import DIVERGED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -18,7 +18,7 @@ from helpers.runs import (
 )
 from helpers.training_process import TrainingProcess
 
-from maxpipe.supervise.signals import PREEMPTED
+from maxpipe.supervise.ending import PREEMPTED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

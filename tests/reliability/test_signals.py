@@ -8,11 +8,11 @@ import time
 import pytest
 
 from maxpipe.supervise import signals
-from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED, Interruption
+from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED, Interruption
 
 WAITS = """
 import time
-from maxpipe.supervise.signals import Interruption
+from maxpipe.supervise.ending import Interruption
 
 with Interruption(lambda: print("asked", flush=True)) as interruption:
     interruption.begin()

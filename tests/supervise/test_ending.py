@@ -12,8 +12,7 @@ import pytest
 
 from maxpipe.config.terminal import at_end
 from maxpipe.supervise import ending
-from maxpipe.supervise.ending import run_command
-from maxpipe.supervise.signals import Interruption
+from maxpipe.supervise.ending import Interruption, run_command
 
 HANGS = """
 import threading, time

@@ -46,9 +46,11 @@ RUN = "0123abcd"
 
 def write(part, *steps):
     for step in steps:
-        (part / RUN / str(step) / "meta").mkdir(parents=True)
-        (part / RUN / str(step) / "meta" / "metadata").write_text(f"record of {step}")
-        (part / RUN / str(step) / "data").write_bytes(bytes([step]) * 3_000_000)
+        scratch = part / RUN / f"{step}.unfinished"
+        (scratch / "meta").mkdir(parents=True)
+        (scratch / "meta" / "metadata").write_text(f"record of {step}")
+        (scratch / "data").write_bytes(bytes([step]) * 3_000_000)
+        scratch.rename(part / RUN / str(step))
 
 
 def steps_in(part):
