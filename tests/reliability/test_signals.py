@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from maxpipe.supervise import signals
+from maxpipe.supervise import ending
 from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED, Interruption
 
 WAITS = """
@@ -32,7 +32,7 @@ def wait_until(condition):
 def ended(monkeypatch):
     """Return the exit codes with which the process would have ended at once."""
     codes = []
-    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    monkeypatch.setattr(ending.os, "_exit", codes.append)
     return codes
 
 
@@ -60,7 +60,7 @@ def test_signal_requests_stop_after_step(number, code, ended, capfd):
 )
 def test_signal_second_ctrl_c_exits_at_once(numbers, code, ended, monkeypatch):
     said = []
-    monkeypatch.setattr(signals, "_print", said.append)
+    monkeypatch.setattr(ending, "_print", said.append)
     with Interruption() as interruption:
         interruption.begin()
         for count, number in enumerate(numbers, 1):
