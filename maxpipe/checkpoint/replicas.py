@@ -73,7 +73,7 @@ class Replicas:
         self.is_behind = False  # a partner of some process lacks the newest replica
         _remove_except({self._name}, memory)
         self.steps = _in_every_process(self._directory.steps())
-        self._discard_except(self.steps)  # the others cannot be restored
+        self._keep(self.steps)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
@@ -101,7 +101,7 @@ class Replicas:
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
             # All have the newest one, so none will need the previous one.
-            self._discard_except(self._directory.steps()[-1:])
+            self._keep(self._directory.steps()[-1:])
         elif not was_behind:
             return "the last replica in memory is still being copied to a partner; none is begun"
         return ""
@@ -139,7 +139,7 @@ class Replicas:
         newest = [f"{self._name}/{step}" for step in self._directory.steps()[-1:]]
         return not names or {*newest} <= {*names}
 
-    def _discard_except(self, steps: list[int]) -> None:
+    def _keep(self, steps: list[int]) -> None:
         _remove_except({str(step) for step in steps}, self._directory.path)
 
 

@@ -1,15 +1,12 @@
 """Lease a place to one owner at a time, which shows that it lives by renewing its lease.
 
 A lease is one small file or object, `lease.json`, that names its owner. Whoever creates it owns the
-place, renews it every `RENEW_SECONDS` and removes it at the end. A killed process leaves it; the
-next start takes over:
-
-- at once from an ended process of the same machine, or from an earlier attempt of the same job;
-- otherwise once it has watched the lease for `LEASE_SECONDS` without seeing it renewed.
+place, renews it every `RENEW_SECONDS` and removes it at the end. A killed process leaves it. The
+next start takes over at once from a process of the same machine that has ended, or from an earlier
+attempt of its job; otherwise after `LEASE_SECONDS` in which it has not seen the lease renewed.
 
 Creating is atomic: O_EXCL in a file system (also on NFS and Lustre), a conditional write in an
-object store. A host that is cut off for longer than the lease notices when it renews. Imports no
-JAX.
+object store. Imports no JAX.
 """
 
 import json
