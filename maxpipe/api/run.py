@@ -111,9 +111,8 @@ class Run:
             current.on_step = callback
 
         try:
-            # Without deadlines: the program may keep the run waiting.
             with Interruption(ends_process=False) as interruption:
-                supervision = Supervision(interruption, owns_process=False)
+                supervision = Supervision(interruption, owns_process=False)  # and no deadline
                 exit_code = launch(self._loaded, supervision, build_trainer, begin)
         finally:
             self._close()
