@@ -50,7 +50,6 @@ def test_main_without_a_command_lists_the_commands_or_says_its_version(capsys):
 
 WITH_A_NAME = (
     "compile base compile.topology=cpu --units",
-    "compile base compile.topology=cpu --profile-trace",
     "compile base compile.topology=cpu --json",
     "plan base --topology",
     "schedule gpipe --csv",
@@ -78,14 +77,11 @@ def test_flags_with_an_empty_text_are_refused_and_not_taken_as_left_out(
 ROOT = Path(__file__).parents[1]
 
 
-def test_readme_names_every_command():
+def test_readme_and_architecture_page_name_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     start = text.index("`maxpipe train` and")
     (paragraph, *_) = text[start:].split("\n\n")
     assert {*re.findall(r"`(?:maxpipe )?(\w+)[` ]", paragraph)} >= {*COMMANDS}
-
-
-def test_architecture_page_names_every_command_at_the_root():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if "the commands, thin" in line]
     files = {path.stem for path in (ROOT / "maxpipe").glob("*.py")}

@@ -74,25 +74,16 @@ def test_schedule_with_costs_uses_them_per_stage_and_per_backward_half(output):
 # How the problems of a command begin.
 MISTAKES = {
     "": ["name a schedule, one of circular, gpipe"],
-    "foo": ["schedule='foo' does not exist; choose one of circular, gpipe"],
     "gpipe stage=4": ["stage: unknown key; there are stages, microbatches, "],
-    "gpipe stages=0": ["stages: must be at least 1; got 0"],
     "gpipe repeats=2": ["repeats=2: schedule gpipe has one chunk per stage"],
     "gpipe overlap_slots=true": ["overlap_slots=true: no tick of schedule gpipe has an F and a B"],
-    "gpipe forward=1,fast": ["forward: expected a finite number such as 3e-4, got 'fast'"],
     "gpipe forward=1,2,3": ["forward: [1.0, 2.0, 3.0]: give one number, or one per stage (4)"],
     "none.csv": ["schedule=none.csv: cannot read it: "],
-    "gpipe 1f1b --svg x.svg": ["--svg: name one schedule; it holds no more"],
     "gpipe --html /no/folder/x.html": ["--html: cannot write /no/folder/x.html: there is no direc"],
-    "1f1b --seconds 3": ["--seconds: is for solve"],
     "zb_v --plan": ["schedule=zb_v: "],  # a V, which the scheduled engine cannot run
-    "solve 1f1b": ["1f1b: solve takes no schedule, only keys"],
-    "solve collectives=1": ["collectives: unknown key; there are "],
-    "solve memory=2 memory=3": ["memory (command line): set twice"],
     "solve --compare": ["--compare: solve compares with named schedules anyway"],
     "solve --seconds -1": ["--seconds: must be a number, at least 0"],
     "base mesh.ici.stage=1": ["mesh.ici.stage: one stage has no schedule to draw"],
-    "base pipeline.layers_per_stage=[3,2]": ["pipeline.layers_per_stage (command line): adds up"],
     "base --compare": ["--compare: is for schedules by name"],
     # Several at once. How many times there must be is not known while the stages are wrong.
     "1f1b stages=0 forward=1,2 repeats=2 comm=-1": ["stages: ", "comm: ", "repeats=2: "],
@@ -188,12 +179,6 @@ def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(output, tmp_pat
     assert re.search(r"^solved +2 .* mpmd$", text, re.MULTILINE)
 
 
-def test_solve_without_time_for_exact_search_says_so(capsys):
-    pytest.importorskip("ortools")
-    assert main([*SOLVE, "memory=1", "--seconds", "1e-6"]) == 0
-    assert "left none for exact search; raise --seconds" in capsys.readouterr().err
-
-
 CONFIGS = Path(__file__).parents[1] / "configs"
 LARGE_HEAD = (str(CONFIGS / "models" / "qwen3-0.6b.yml"), "pipeline.schedule=1f1b")
 
@@ -227,35 +212,11 @@ def test_schedule_of_manual_stages_uses_their_own_times_and_lists_every_chunk(ou
     sizes = ("mesh.ici.stage=3", "pipeline.layers_per_stage=[10,10,8]")
     text = output(*LARGE_HEAD, *sizes, "compile.topology=", "data.global_batch_size=72")
     assert "none: 28 layers do not divide into 3 chunks" in text
-    for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
-        words = f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto"
-        text = output(LARGE_HEAD[0], *words)
-        assert text.startswith(f"{schedule} [8,8,8,4]: ")
-        assert f"  stage 0       {layers} layers: " in text
+    text = output(LARGE_HEAD[0], "pipeline.schedule=zb_v", "pipeline.layers_per_stage=auto")
+    assert text.startswith("zb_v [8,8,8,4]: ")
+    assert "  stage 0       8 + 4 layers: " in text
     lockstep = output(str(CONFIGS / "base.yml"), "pipeline.layers_per_stage=[2,2]")
     assert "  stage 1       2 layers: F 2, B 6, head 0.2679\n" in lockstep
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        "layer_pattern: [local, local, local, global], attention_window: 64",
-        "first_dense_layers: 1, moe: {experts: 4, per_token: 1, mlp_dim: 32}",
-    ],
-)
-def test_schedule_of_layers_that_differ_lists_the_times_that_it_simulates(output, kinds, tmp_path):
-    """With a window they take less than the average, and the first dense ones more."""
-    file = tmp_path / "own.yml"
-    layers = 8 + kinds.count("first")
-    file.write_text(
-        f"base: {CONFIGS / 'base.yml'}\nmodel: {{num_layers: {layers}, {kinds}}}\n"
-        "pipeline: {schedule: 1f1b, engine: mpmd, layers_per_stage: [5, 3]}\n"
-    )
-    text = output(str(file))
-    lines = re.findall(r"^  stage \d +\d layers: F (\S+), B ([^,]+)(?:, head ([^,]+))?", text, re.M)
-    totals = [sum(float(part) for part in parts if part) for parts in lines]
-    assert max(totals) == pytest.approx(figure(text, "slowest stage"), rel=1e-3)
-    assert [float(parts[0]) for parts in lines] != [5, 3]
 
 
 def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(output):
@@ -289,9 +250,4 @@ def test_schedule_page_of_a_configuration_has_both_charts(output, capsys, tmp_pa
     charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
     assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
     assert "28 layers; the forward of a layer takes 1" in page.read_text()
-    titles = re.findall("<title>(.*?)</title>", svg.read_text())
-    assert len(titles) == 2 * 2 * 8 + 8
-    # B of stage 0 starts after F of both stages, then the head and B of stage 1.
-    (backward,) = (title for title in titles if title.startswith("0B0: "))
-    begin = 16 + 12 + 19.3533 + 36
-    assert backward.endswith(f"stage 0, {begin:g} to {begin + 48:g}")
+    assert svg.read_text().count("<title>") == 2 * 2 * 8 + 8

@@ -65,16 +65,6 @@ def test_run_gives_shape_weights_and_its_copy_of_the_tokenizer(run):
     assert load("base", [*ONE_STAGE, f"init_from=run:{run}"]).config.data.tokenizer == tokenizer
 
 
-def test_run_on_bytes_gives_the_template_that_it_was_trained_with(run):
-    (run / "config.yml").write_text(to_yaml(load("finetune").config))
-    for file in (run / "tokenizer").iterdir():
-        file.unlink()
-    (run / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
-    template = str(run / "tokenizer" / "chat_template.jinja")
-    assert values(f"base_model=run:{run}", file="finetune")[2:] == ("byte", template)
-    assert values(f"base_model=run:{run}")[2:] == ("byte", "")
-
-
 def test_three_keys_apart_take_the_tokenizer_of_weights_or_shape(folder):
     assert values(f"model.from_hf={folder}")[2] == f"hf:{folder}"
     assert values(f"init_from=hf:{folder}")[2] == f"hf:{folder}"

@@ -51,25 +51,3 @@ class TestAddedSchedule:
         assert build_table(config).num_stages == 2
         message = problems("pipeline.schedule=mine", "pipeline.engine=circular")["pipeline.engine"]
         assert "circular does not run schedule mine (mpmd does)" in message
-
-    def test_without_a_known_engine_is_refused(self, add, problems):
-        add("SCHEDULES", "mine", catalog.Schedule("module:mine", engines=("nowhere",)))
-        message = problems("pipeline.schedule=mine")["pipeline.schedule"]
-        assert message.startswith("no engine runs mine; choose one of circular, gpipe")
-        assert "mine," not in message
-
-
-class TestAddedRematPolicy:
-    def test_that_offloads_is_refused_with_its_counterpart(self, add, problems):
-        entry = catalog.RematPolicy(host=("context",), on_device="mine")
-        add("REMAT_POLICIES", "mine", catalog.RematPolicy(device=("context",)))
-        add("REMAT_POLICIES", "mine_offloaded", entry)
-        words = ("pipeline.schedule=lockstep_1f1b", "pipeline.remat_policy=mine_offloaded")
-        message = problems(*words)["pipeline.remat_policy"]
-        assert "use mine, or pipeline.schedule=circular or 1f1b" in message
-
-
-def test_added_source_without_path_refuses_a_path(add, problems):
-    add("SOURCES", "mine", catalog.DataSource("module:mine", needs_path=False))
-    message = problems("data.source=mine", "data.path=a.txt")["data.path"]
-    assert message.startswith("a.txt has no effect with data.source=mine, only with array_")

@@ -1,27 +1,20 @@
 """Command lines: exit codes, output to stdout and stderr, errors before JAX is imported, help."""
 
-import errno
 import re
 import subprocess
 import sys
 
 import pytest
 
-from maxpipe.config import ConfigError, resolve
+from maxpipe.config import ConfigError
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.cli import parse_args
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.printing import describe
 
 
 def parse(*words):
     return parse_args(words, prog="prog", description="Does it.")
-
-
-def run(*words):
-    """Do what a command does with its words."""
-    with exit_on_config_error():
-        print("steps", resolve(parse(*words).loaded, 4).steps)
 
 
 def test_key_in_two_words_is_refused(base):
@@ -45,24 +38,6 @@ def test_command_with_problems_prints_all_and_exits_with_2_without_jax(base):
     assert (done.returncode, done.stdout, lines[-1]) == (2, "", "3 problems found"), done.stderr
     assert all(line.startswith("config error: ") for line in lines[:-1])
     assert "config error: stepz (command line): unknown key; did you mean steps?" in lines
-
-
-def test_command_prints_problems_of_resolve_alike(base, capsys):
-    run(base, "steps=7")
-    assert capsys.readouterr() == ("steps 7\n", "")
-    with pytest.raises(SystemExit) as end:
-        run(base, "mesh.ici.fsdp=4")
-    printed = capsys.readouterr()
-    message = "config error: mesh.ici: stage=2 x fsdp=4 makes 8, but there are 4 devices"
-    assert (end.value.code, printed.out) == (2, "")
-    assert printed.err.startswith(message)
-
-
-def test_file_without_permission_is_named_without_traceback(capsys):
-    with pytest.raises(SystemExit) as end, exit_on_config_error():
-        raise PermissionError(errno.EACCES, "Permission denied", "runs/base")
-    assert end.value.code == 1
-    assert re.fullmatch("error: runs/base: Permission denied; give .*\\n", capsys.readouterr().err)
 
 
 def test_parse_args_refuses_with_what_to_give():

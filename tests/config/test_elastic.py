@@ -46,17 +46,13 @@ def test_fit_fewer_shrinks_elastic_axes_and_accumulates_more(fewer):
             2: (1, 1, 2, 8),
             4: (1, 2, 2, 4),
         },
-        ("mesh.ici.data=2 mesh.elastic.axes=[fsdp,data]", Hosts(8, 8)): {
-            2: (1, 1, 2, 8),
-            4: (2, 1, 2, 4),
-        },
         (f"mesh.dcn.data=4 {data}", Hosts(4, 16, 4)): {1: (1, 2, 2, 8), 2: (2, 2, 2, 4)},
     }
     configs = {case: fewer(*case[0].split(), hosts=case[1]) for case in table}
     shapes = {case: {n: shape(c) for n, c in by.items()} for case, by in configs.items()}
     assert shapes == table
     sizes = [{c.data.global_batch_size for c in by.values()} for by in configs.values()]
-    assert sizes == [{16}, {16}, {24}, {16}, {16}, {16}, {16}]
+    assert sizes == [{16}, {16}, {24}, {16}, {16}, {16}]
 
 
 def test_fit_fewer_says_what_has_changed_and_why(base):

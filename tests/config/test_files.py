@@ -16,13 +16,10 @@ def message(path, *words):
 BROKEN = {  # text of a file: the error, a pattern
     "steps: 1\nsteps: 2\n": r"run.yml:2\): set twice, first at .*run.yml:1",
     "model: {num_layers: 4}\nmodel.num_layers: 4\n": "set twice",
-    "data.mixture: [{source: text, weight: 1, weight: 2}]\n": "set twice in one mapping",
     "steps: !!python/object/apply:os.getcwd []\n": "tag .* is not allowed",
-    "run_name: !secret x\n": "tag '!secret' is not allowed",
     "steps: [1\n": r"not valid YAML: .*",
     "model:\n\tnum_layers: 4\n": r"run.yml:2.*: a tab where YAML allows only spaces",
     "- steps\n": "a mapping of keys to values",
-    "? [a]\n: 1\n": "a key must be a word",
     "x: &x {num_layers: 4}\nmodel:\n  <<: *x\n": "inherit with `base: other.yml`",
     "pipeline: {layers_per_stage: &x [*x]}\n": "nested too deeply",
     "steps: " + "[" * 5000: "not valid YAML",
@@ -38,12 +35,6 @@ def test_file_with_bad_yaml_is_refused(write):
     errors = {text: message(write("run.yml", text)) for text in BROKEN}
     unlike = {text: e for text, e in errors.items() if not re.search(BROKEN[text], e)}
     assert unlike == {}
-
-
-def test_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "run.yml"
-    path.write_bytes(b"\xff\xfe\x00steps")
-    assert f"cannot read {path}: 'utf-8' codec" in message(str(path))
 
 
 def test_file_or_section_that_is_empty_is_accepted(write):

@@ -22,11 +22,6 @@ def test_optional_missing_library_names_the_extra(monkeypatch):
 
 def test_optional_broken_library_gives_the_reason(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    table = {
-        "import absent_dependency": "No module named 'absent_dependency'",
-        "raise ImportError('libstdc++.so.6: not found')": "libstdc++.so.6: not found",
-    }
-    for number, (content, cause) in enumerate(table.items()):
-        (tmp_path / f"broken_{number}.py").write_text(content)
-        text = f"needs broken_{number}, which cannot be imported ({cause})"
-        assert text in message_of(f"broken_{number}")
+    (tmp_path / "broken.py").write_text("import absent_dependency")
+    cause = "No module named 'absent_dependency'"
+    assert f"needs broken, which cannot be imported ({cause})" in message_of("broken")

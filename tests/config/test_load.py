@@ -86,12 +86,6 @@ def test_load_names_a_mesh_that_misfits_without_what_only_follows_from_it(base):
     assert keys_refused(base, *words, "compile.topology=v5p:2x2x3") == following
 
 
-def test_load_does_not_count_devices_of_a_mesh_that_is_unusable(base):
-    for word in ("mesh.ici.fsdp=-1", "mesh.ici.stage=two"):
-        words = ("mesh.ici.stage=-1", word) if "fsdp" in word else (word,)
-        assert "mesh.ici" not in keys_refused(base, *words, "mesh.simulated_devices=3")
-
-
 def test_replace_raises_all_problems_at_once():
     with pytest.raises(ConfigError) as caught:
         replace(Config(), stage=2, steps="5", seed=-1)

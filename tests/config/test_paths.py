@@ -3,7 +3,6 @@
 import pytest
 
 from maxpipe.config import load
-from maxpipe.config.errors import ConfigError
 from maxpipe.config.options import get
 from maxpipe.config.printing import to_yaml
 from maxpipe.data.files import find_files
@@ -75,10 +74,3 @@ def test_written_config_read_from_its_own_place_means_the_same(here):
     (here / "runs").mkdir()
     (here / "runs" / "config.yml").write_text(to_yaml(config))
     assert load("runs/config.yml").config == config
-
-
-def test_list_or_null_in_place_of_a_path_is_refused(here):
-    for value in ("[~/a]", "~"):
-        (here / "run.yml").write_text(f"output_dir: {value}\n")
-        with pytest.raises(ConfigError, match="output_dir"):
-            load("run.yml")

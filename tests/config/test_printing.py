@@ -26,14 +26,6 @@ def test_to_yaml_reads_back_to_an_equal_config(base, write):
         assert load(write("again.yml", to_yaml(config))).config == config
 
 
-def test_to_yaml_keeps_a_path_of_a_mixture_that_looks_like_a_number(base, write):
-    paths = ["4k", "08", "1e5", "12", ".5", "1_0", "a.txt"]
-    entries = [{"source": "text", "path": path, "weight": 1.0} for path in paths]
-    config = load(base, [f"data.mixture={json.dumps(entries)}"]).config
-    assert config.data.mixture == entries
-    assert load(write("again.yml", to_yaml(config))).config == config
-
-
 def test_print_config_is_yaml_with_sources(base):
     loaded = load(base, ["seed=3"])
     text = print_config(loaded)

@@ -3,7 +3,6 @@
 import pytest
 
 from maxpipe.config import ConfigError, load
-from maxpipe.config.cli import parse_args
 from maxpipe.config.shipped import shipped_configs
 
 
@@ -44,18 +43,3 @@ def test_what_is_no_configuration_is_answered_with_the_nearest(elsewhere):
     }.items():
         with pytest.raises(ConfigError, match=message):
             load(word)
-
-
-def test_a_directory_hides_no_preset(elsewhere):
-    (elsewhere / "base").mkdir()
-    (elsewhere / "mine.yml").write_text("base: base\n")
-    assert load("base").config.run_name == load("mine.yml").config.run_name == "base"
-
-
-def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys):
-    with pytest.raises(ConfigError) as error:
-        parse_args(["steps=3"], prog="prog", description="Does it.")
-    with pytest.raises(SystemExit):
-        parse_args(["--help"], prog="prog", description="Does it.")
-    for shown in (str(error.value), " ".join(capsys.readouterr().out.split())):
-        assert ", ".join(shipped_configs()) in shown

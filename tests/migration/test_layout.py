@@ -84,10 +84,3 @@ def test_devices_are_those_of_the_topology(translated):
         config = translated(*words, devices=0).config
         found[slices] = (config.data.global_batch_size, config.compile.topology)
     assert found == table
-
-
-def test_devices_are_the_product_of_a_mesh_without_unknowns(translated):
-    words = ["ici_fsdp_parallelism=4", "dcn_data_parallelism=2", "per_device_batch_size=1"]
-    config = translated(*words, devices=0).config
-    assert config.data.global_batch_size == 8
-    assert resolve(config, 8, 2).mesh.dcn.data == 2

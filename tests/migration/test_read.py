@@ -3,7 +3,7 @@
 import pytest
 
 from maxpipe.config import ConfigError
-from maxpipe.migration.read import read_maxtext, same_value
+from maxpipe.migration.read import read_maxtext
 
 
 def test_model_name_finds_the_file_next_to_base(installed):
@@ -12,14 +12,6 @@ def test_model_name_finds_the_file_next_to_base(installed):
     assert config.chosen["head_dim"].endswith("models/llama3-8b.yml")
     assert config.chosen["model_name"] == "command line"
     assert "learning_rate" not in config.chosen
-
-
-def test_model_name_finds_the_file_one_level_up(installed):
-    inner = installed.parent / "gpu" / "mine.yml"
-    inner.parent.mkdir()
-    inner.write_text("base_config: base.yml\nmodel_name: llama3-8b-Instruct\nlearning_rate: 1e-3\n")
-    values = read_maxtext([str(inner)], []).values
-    assert (values["base_emb_dim"], values["learning_rate"]) == (4096, 1e-3)
 
 
 def test_words_may_not_contradict_the_models_file(installed):
@@ -52,8 +44,3 @@ def test_values_are_those_that_maxtext_reads(installed):
     assert values["hf_path"] is values["remat_policy"] is None
     assert values["max_num_checkpoints_to_keep"] is None
     assert (values["adam_b1"], values["packing"], values["learning_rate"]) == (0.5, False, 3e-5)
-
-
-def test_same_value_counts_numbers_and_what_is_empty():
-    pairs = [(1, 1.0), (None, []), (None, False), (1, True), ("a", "b")]
-    assert [same_value(a, b) for a, b in pairs] == [True, True, True, False, False]

@@ -111,7 +111,6 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "attention_type=chunk": {"attention_type": "model.layer_pattern"},
     "mlp_activations=[relu,linear]": {"mlp_activations": "use [silu, linear] or [gelu"},
     "ici_diloco_parallelism=2": {"ici_diloco_parallelism": "tensor or expert"},
-    "decoder_block=mixtral": {"base_moe_mlp_dim": "-1 is no width"},
     "decoder_block=mixtral base_moe_mlp_dim=64": {
         "base_moe_mlp_dim": "64 differs from base_mlp_dim"
     },
@@ -122,7 +121,6 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "decoder_block=gemma2 sliding_window_size=8 use_post_attn_norm=true": {
         "use_post_ffw_norm": "must be true like use_post_attn_norm"
     },
-    "decoder_block=gemma2": {"normalization_layer_epsilon": "must be 1e-06"},
     "model_name=gemma2-9b local_rope_max_timescale=5 rope_linear_scaling_factor=2": {
         "rope_linear_scaling_factor": "leaves out local layers"
     },
@@ -145,9 +143,6 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "load_parameters_path=gs://a": {"init_from": "are on this machine"},
     "load_full_state_path=/a": {"load_full_state_path": "docs/finetuning.md"},
     "steps=many": {"steps": "expected a number, got many"},
-    f"steps=1{'0' * 400}": {"steps": "expected a finite number, got 1000"},
-    "per_device_batch_size=.nan": {"per_device_batch_size": "a finite number, got nan"},
-    "packing=perhaps": {"data.packing": "expected true or false"},
     "num_expert=1": {"num_expert": "not translated; did you mean num_experts?"},
     "dtype=float16": {"model.dtype": "float32, bfloat16"},
     "ici_data_parallelism=3": {"mesh.ici": "does not divide the 8 devices"},

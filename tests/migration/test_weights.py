@@ -111,12 +111,6 @@ def test_trainer_has_the_weights_in_any_layout(config_of, name):
     jax.tree.map(np.testing.assert_array_equal, params, {**parameters_of(config_of(name))})
 
 
-def test_padding_that_maxtext_trained_is_read(config_of):
-    padded = config_of("llama2", **{"model.unpadded_vocab_size": 20})
-    rows = parameters_of(padded)["embed"]["embedding"]
-    np.testing.assert_array_equal(rows, parameters_of(config_of("llama2"))["embed"]["embedding"])
-
-
 def test_all_arrays_that_do_not_fit_are_named_at_once(config_of):
     config = config_of("qwen3", **{"model.num_layers": 4, "model.mlp_dim": 25})
     config = replace(config, **{"model.qk_norm": False})

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
-from helpers.engines import EngineUnderTest, make_mesh, tiny
+from helpers.engines import make_mesh, tiny
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compile.topology import devices_of
 from maxpipe.config import ConfigError
-from maxpipe.config.options import update
-from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.devices.chips import GIB, Tpu, tpu_of
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.plan import choices
@@ -24,7 +22,6 @@ from maxpipe.plan.choices import (
     with_remat_cheap,
 )
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.search.block import sizes_of_configuration
 
 KEY = choices.GATHER
@@ -142,7 +139,7 @@ def test_offloading_keeps_only_one_program_from_weights_that_are_prepared_once()
 
 @pytest.mark.usefixtures("no_memory_is_idle")
 def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
-    """Of the circular engine in the way that holds less, between slices only once a step."""
+    """Of the circular engine in the way that holds less."""
 
     def chosen(share, **values):
         monkeypatch.setattr(choices, "MEMORY_SHARE", share)
@@ -154,11 +151,6 @@ def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
     assert least < more("once", **CIRCULAR)
     assert chosen(1.01 * least, **CIRCULAR) == "per_repeat"
     assert chosen(0.99 * least, **CIRCULAR) == "per_iteration"
-    extra = more("once", **REPEATS)
-    slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
-    for factor, mode in ((1.01, "once"), (0.99, "per_repeat")):
-        monkeypatch.setattr(choices, "MEMORY_SHARE", factor * extra)
-        assert with_gather_mode(slices, tpu_of([V5P])).pipeline.fsdp_gather == mode
 
 
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided():
@@ -182,18 +174,6 @@ def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weight
         assert mode == "per_iteration", (values, reason)
         assert note.startswith("pipeline.fsdp_gather=per_iteration: "), (values, reason)
         assert reason in note, (values, reason)
-
-
-def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules():
-    for rule in (["activation_batch", ["data"]], ["layers_per_stage", ["fsdp"]]):
-        rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
-        values = CIRCULAR | {"sharding.logical_axis_rules": rules}
-        decision, (note,) = decided(**values)
-        assert decision == "per_iteration", rule
-        assert note.endswith("sharding.logical_axis_rules do not go with whole weights"), rule
-        for mode in ("once", "per_repeat"):
-            with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
-                EngineUnderTest(config_of(**values, **{KEY: mode}))
 
 
 def test_a_mode_as_told_needs_no_words_and_engines_never_see_auto():
@@ -254,12 +234,6 @@ def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle():
         assert value == "false", values
         assert note.startswith("pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values")
         assert note.endswith("at most 50% of a device's 95 GiB"), values
-
-
-def test_cheap_values_are_at_least_what_norms_and_gates_make():
-    config = config_of(**SEVERAL)
-    norms, gate = 2 * config.model.embed_dim, config.model.mlp_dim
-    assert saving_of(config).cheap >= norms + gate
 
 
 def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu():

@@ -12,7 +12,6 @@ from maxpipe.config.terminal import ignore_note
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.plan.device_parameters import device_parameters, total_parameters
 from maxpipe.plan.estimate import estimate, traffic
 from maxpipe.plan.footprint import itemsize, layer_of, on_platform
 from maxpipe.plan.layer_costs import saving_of
@@ -99,20 +98,6 @@ def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_re
         assert saving_of(staged).residuals == pytest.approx(32 + named - unread, abs=choice)
 
 
-def test_none_saves_little_but_results_of_products():
-    """Norms, rotations and gates, in float32 or arrays of their own, are computed again.
-
-    Without a TPU's rotations there are sums of halves.
-    """
-    for has_norm, tpu, more in ((False, None, 0.15), (True, None, 0.2), (False, 95e9, 0.01)):
-        values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
-        # Heads of 128 channels go to the TPU's kernel, which holds no scores.
-        values |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}
-        policies = ({"pipeline.remat_policy": name} for name in ("none", "minimal"))
-        none, minimal = (estimate(config_of(**values, **p), tpu).activations for p in policies)
-        assert minimal <= none <= (1 + more) * minimal, (has_norm, tpu)
-
-
 @pytest.mark.parametrize(
     ("policy", "mesh", "compiled"),
     [
@@ -162,18 +147,6 @@ def test_traffic_of_weights_counts_products_that_nothing_spares():
             added = moved(2 * size, **values) - moved(size, **values)
             expected = passes * itemsize(config.model.dtype) * of_head
             assert added == pytest.approx(expected), values
-
-
-def test_traffic_with_adapters_has_no_gradients_of_the_base():
-    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0)
-    config, adapted = config_of(), config_of(**{"model.lora.rank": 8})
-    count, whole = config.pipeline.num_microbatches, ("fsdp",)
-    base = total_parameters(config, whole) - device_parameters(config, "embed", whole_over=whole)
-    trained = total_parameters(adapted, whole, only_trained=True)
-    # Four passes with full recomputation, of the base and of activations one less.
-    weights, activations = 4 * 4.0 * count * base, traffic(config, nothing) - 4 * 4.0 * count * base
-    expected = 3 / 4 * (weights + activations) + 4 * 4.0 * count * trained
-    assert traffic(adapted, nothing) == pytest.approx(expected, rel=1e-6)
 
 
 def test_experts_over_devices_are_priced_with_rows_for_every_choice():

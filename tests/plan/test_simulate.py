@@ -136,12 +136,6 @@ def test_in_flight_curve_starts_and_ends_empty_and_moves_by_one():
         assert (np.diff(times) >= -1e-9).all()
 
 
-def test_peaks_in_flight_do_not_depend_on_the_unit_of_time():
-    for costs in ((1e-12, 2e-12), (0.1, 0.2), (10_000_000.1, 20_000_000.3)):
-        run = simulate(build("1f1b", 4, 8), Costs(*costs))
-        assert run.peak_in_flight.tolist() == [4, 3, 2, 1], costs
-
-
 def test_forward_alone():
     run = simulate(forward_only(build("circular", 4, 8, 2)), Costs(forward=2))
     assert run.makespan == pytest.approx(2 * (16 + 3))

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.pipeline.schedules.csv_files import load_csv, to_csv
 from maxpipe.pipeline.schedules.improve import improve
 from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
@@ -179,15 +178,6 @@ class TestExact:
             assert solution.is_optimal, unit
             assert solution.run.makespan == pytest.approx(42.0825 * unit, rel=1e-9), unit
             assert solution.bound <= solution.run.makespan, unit
-
-    def test_solve_beats_named_schedules_and_its_csv_is_the_same_schedule(self, tmp_path):
-        task = Task(3, 5, 1, "loop", False, 4, CHEAP_B)
-        solution = found(task, seconds=3.0)
-        assert solution.run.makespan < solution.named[0].makespan - 0.5
-        path = tmp_path / "best.csv"
-        path.write_text(to_csv(solution.run.table))
-        again = simulate(load_csv(path, 3, 5, 1), CHEAP_B)
-        assert again.makespan == pytest.approx(solution.run.makespan)
 
 
 def shortest(work):

@@ -23,13 +23,6 @@ def plan():
     return small_plan("v5p:2x2x1")
 
 
-def test_times_without_seconds_are_multiples_of_the_fastest_row(plan):
-    plan = small_plan("cpu:4")
-    own = dataclasses.replace(plan.rows[0], name="your configuration")
-    header, *rows = table_cells(dataclasses.replace(plan, own=own))
-    assert [rows[n][header.index("x fastest")] for n in (0, -1)] == ["1.000", "1.000"]
-
-
 def test_a_narrow_table_has_two_lines_a_row_and_the_reason_next_to_the_mesh(plan):
     wide, narrow = table_lines(plan), table_lines(plan, 80)
     assert max(map(len, narrow)) <= 80 < max(map(len, wide))
@@ -53,15 +46,6 @@ def test_page_names_the_configuration_and_has_the_table_with_every_reason(plan):
     widths = [sum(map(float, re.findall(r"width:([^%]*)%", bar))) for bar in bars[1::2]]
     assert widths[0] / widths[1] == pytest.approx(best / others[0], rel=0.02)
     assert 'title="computation: ' in page
-
-
-def test_a_network_without_a_known_bandwidth_is_a_line_of_plans_over_several_slices():
-    for topology, is_unknown in (("v4:2x2x1", True), ("v5p:2x2x1", False)):
-        plan = small_plan(topology)
-        several = dataclasses.replace(plan, request=plan.request.on(topology, 2))
-        words = "the network of v4 is unknown"
-        assert any(words in line for line in basis_lines(several)) is is_unknown
-        assert not any(words in line for line in basis_lines(plan))
 
 
 def test_what_closed_forms_do_not_price_is_a_line_each():

@@ -29,7 +29,6 @@ NOTED = {  # words: the note, which is absent once the last of the words is left
     "pipeline.num_repeats=4 pipeline.remat_layers=true mesh.ici.fsdp=4 mesh.ici.stage=1": "pipeline"
     ".num_repeats, pipeline.remat_layers have no effect without mesh.ici.stage>1",
     # Noted unless another word is given
-    "optimizer.spike_deviations=4": "optimizer.spike_deviations has no effect without optimizer.sp",
     "optimizer.stable_fraction=0.5": "with optimizer.schedule=cosine, only with wsd",
     f"{SCALING}.type=yarn": f"{SCALING}.type has no effect without {SCALING}.factor>1 or ",
     f"{SCALING}.length=long": f"{SCALING}.length has no effect without {SCALING}.type=longrope",
@@ -38,7 +37,6 @@ NOTED = {  # words: the note, which is absent once the last of the words is left
 }
 ACTS = (
     "checkpoint.keep=5 checkpoint.every=0 checkpoint.every_minutes=5",
-    "optimizer.spike_deviations=4 optimizer.spike_window=100",
     "optimizer.stable_fraction=0.5 optimizer.schedule=wsd",
     f"{SCALING}.type=yarn {SCALING}.factor=2 {SCALING}.beta_fast=16",
     f"pipeline.memory_limit_gib=16 {MPMD} pipeline.layers_per_stage=auto",
@@ -98,15 +96,3 @@ def test_help_says_what_a_key_needs():
         "pipeline.skip_idle": "mpmd refuses true: it has no ticks",
     }
     assert {key: describe(key) for key, part in table.items() if part not in describe(key)} == {}
-
-
-class TestAddedVariants:
-    def test_engine_that_refuses_a_value(self, add, problems):
-        refusal = catalog.Refusal("pipeline.skip_idle", ("true",), "it is new", "use false")
-        entry = catalog.Engine("module:Mine", "a test's engine", refusals=(refusal,))
-        add("ENGINES", "mine", entry)
-        add("SCHEDULES", "mine", catalog.Schedule("module:mine", engines=("mine",)))
-        refusals = problems("pipeline.schedule=mine", "pipeline.skip_idle=true")
-        message = "true is not for the mine engine: it is new; use false"
-        assert refusals == {"pipeline.skip_idle": message}
-        assert "mine refuses true: it is new" in describe("pipeline.skip_idle")

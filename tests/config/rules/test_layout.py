@@ -1,9 +1,6 @@
 """Engine for a schedule; layers over stages, batches over microbatches and devices."""
 
-from maxpipe.config import load, print_config, values
-
 SEQUENTIAL = "mesh.ici.stage=1 mesh.ici.fsdp=4"
-AUTO = "pipeline.layers_per_stage=auto"
 
 
 def test_engine_auto_is_derived(resolved):
@@ -29,16 +26,12 @@ def test_schedule_csv_runs_on_the_scheduled_engine(resolved, problems, tmp_path)
     assert resolved(f"pipeline.schedule={path}").pipeline.engine == "scheduled"
 
 
-ENGINE = "pipeline.engine"
-REPEATS = "pipeline.num_repeats"
-PER_STAGE = "pipeline.num_layers_per_stage"
 SPLIT = "pipeline.layers_per_stage"
 # Words -> key: remedies or reasons.
 REFUSED = """\
 pipeline.engine=sequential -> pipeline.engine: mesh.*.stage makes 2
 pipeline.engine=circul -> pipeline.engine: did you mean circular?
 pipeline.engine=scheduled pipeline.schedule=1f1b -> pipeline.engine: schedule 1f1b (mpmd does)
-pipeline.engine=scheduled -> pipeline.engine: schedule circular (circular does)
 pipeline.schedule=zb_h1 pipeline.num_repeats=2 -> pipeline.num_repeats: must be 1 with schedule
     zb_h1
 pipeline.schedule=lockstep1f1b -> pipeline.schedule: did you mean lockstep_1f1b?
@@ -82,16 +75,6 @@ def test_layout_is_derived(resolved):
     }
     pipelines = {words: resolved(*words.split()).pipeline for words in layouts}
     assert {w: (p.num_repeats, p.num_layers_per_stage) for w, p in pipelines.items()} == layouts
-
-
-def test_layout_auto_stays_after_resolve(base, resolved):
-    for schedule, repeats in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
-        words = (AUTO, f"pipeline.schedule={schedule}")
-        if schedule == "interleaved_1f1b":
-            words += ("pipeline.num_repeats=2",)
-        pipeline = resolved(*words).pipeline
-        assert (pipeline.layers_per_stage, pipeline.num_repeats) == (values.AUTO, repeats)
-        assert "  layers_per_stage: auto " in print_config(load(base, words))
 
 
 def test_layers_indivisible_proposals_are_legal(problems):

@@ -2,23 +2,14 @@
 
 from maxpipe.config import catalog
 
-EXPERTS = "model.moe.experts=4"
-TOPK = f"{EXPERTS} model.moe.router=topk_softmax"
-GROUPS = "model.moe.experts=8 model.moe.groups=4"
-MLA = "model.attention_kind=mla"
-RULES = "sharding.logical_axis_rules"
-
-SCALING = "model.rope_scaling"
 # Words -> key: remedies or reasons.
 REFUSED = """\
 model.num_query_heads=6 -> model.num_kv_heads: legal are 1, 2, 3, 6
 model.embed_dim=66 -> model.embed_dim: nearest legal: 64 or 68
 model.head_dim=15 -> model.head_dim: must be even
-model.embed_dim=4 -> model.head_dim: must be even
 model.rope_fraction=0.2 -> model.rope_fraction: rotates 3 channels
 model.lora.targets=[query] -> model.lora.targets: needs model.lora.rank
 model.lora.rank=4 model.lora.targets=[] -> model.lora.targets: names none of
-model.lora.rank=4 model.lora.targets=[up] model.moe.experts=4 -> model.lora.targets: names none of
 model.lora.rank=4 model.lora.targets=[key,up] model.moe.experts=4 -> model.lora.targets: out up
 model.lora.rank=4 model.attention_kind=mla -> model.lora.rank: needs model.attention_kind=gqa
 model.quantised_passes=full -> model.quantised_passes: needs model.quantisation=int8 or f
@@ -32,7 +23,6 @@ model.attention_kind=mla model.attention_sinks=true -> model.attention_sinks:
     model.attention_kind=gqa
 model.attention_kind=mla model.mla.qk_rope_head_dim=3 -> model.mla.qk_rope_head_dim: must be even
 mesh.ici.expert=2 -> mesh.ici.expert: use 1 and mesh.ici.fsdp=2, or set model.moe.experts
-mesh.dcn.expert=2 -> mesh.dcn.expert: have no experts to share
 mesh.ici.expert=4 model.moe.experts=6 -> mesh.ici.expert: use 2 or 3 or 6
 mesh.ici.expert=2 model.moe.experts=4 sharding.logical_axis_rules=[[activation_batch,[data,fsdp]]]
     -> sharding.logical_axis_rules: use [activation_batch, [data, fsdp, expert]]
@@ -45,8 +35,6 @@ model.moe.experts=4 model.moe.capacity_factor=1.5 mesh.ici.context=2 -> model.mo
     needs mesh.ici.context=1
 model.moe.experts=4 model.moe.router=topk_softmax model.moe.normalise=false -> model.moe.normalise:
     router=topk_softmax, only with
-model.moe.experts=4 model.moe.router=topk_softmax model.moe.bias_rate=1e-3 -> model.moe.bias_rate:
-    only with sigmoid, softmax
 model.moe.experts=8 model.moe.groups=3 -> model.moe.groups: 3 does not divide model.moe.e
 model.moe.experts=8 model.moe.groups=4 model.moe.groups_per_token=5 -> model.moe.groups_per_token:
     more than model.moe
@@ -72,10 +60,7 @@ sharding.logical_axis_rules=[[embed,[fsdp]],[embed,[]]] -> sharding.logical_axis
     more than one rule
 sharding.logical_axis_rules=[[embed,[fdsp]]] -> sharding.logical_axis_rules: no mesh axis 'fdsp';
     did you mean fsdp?
-sharding.logical_axis_rules=[[embed]] -> sharding.logical_axis_rules: is not of the form [logical
-    axis, [mesh axes]]
 sharding.logical_axis_rules=[[embed,fsdp]] -> sharding.logical_axis_rules: is not of the form
-sharding.logical_axis_rules=[[[embed],[fsdp]]] -> sharding.logical_axis_rules: is not of the form
 """
 
 

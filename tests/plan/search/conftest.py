@@ -3,8 +3,6 @@
 import pytest
 
 from maxpipe.config import Config, replace
-from maxpipe.config.load import derive_known
-from maxpipe.config.options import update
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request
@@ -14,7 +12,6 @@ CHOICES = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["fu
 
 @pytest.fixture(scope="module")
 def request_and_facts():
-    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
-    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    config = replace(Config(), **{"model.num_layers": 4, "model.head_dim": 64, "eval.every": 0})
     machine = machine_of("v5e:2x2", 1, config)
     return Request("base", config, config, machine, (64,), CHOICES, 0.0), Facts(config)

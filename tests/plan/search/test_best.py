@@ -5,12 +5,10 @@ import dataclasses
 import pytest
 
 from maxpipe.config import Config, ConfigError, Problem, replace
-from maxpipe.config.load import derive_known
-from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.search import best as module
-from maxpipe.plan.search.best import MISFITS, WORTH, make_plan, smallest_plans
+from maxpipe.plan.search.best import MISFITS, WORTH, make_plan
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request
@@ -18,8 +16,7 @@ from maxpipe.plan.search.request import Request
 
 def requested(topology="v5p:2x2x1", batch=16, margin=0.1, capacity=None, **choices):
     """Return a request for a small model, on devices with so many bytes."""
-    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
-    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    config = replace(Config(), **{"model.num_layers": 4, "model.head_dim": 64, "eval.every": 0})
     machine = machine_of(topology, 1, config)
     if capacity is not None:
         machine = dataclasses.replace(machine, capacity=capacity)
@@ -61,16 +58,6 @@ def test_every_mesh_that_fits_is_a_row_however_near_the_candidates_of_the_best_o
     assert len({row.candidate.sort for row in free.rows}) == len(free.rows)
 
 
-def test_layers_in_a_loop_are_a_row_of_their_own_and_shown_with_those_compiled_one_by_one():
-    plan = planned(requested(engine=["sequential"]))
-    twins = [row for row in plan.rows if row.candidate.is_twin(plan.winner.candidate)]
-    assert len(twins) == 1
-    many = [*(row for row in plan.rows if row not in twins)] * 10
-    shown = module.replace(plan, rows=[*many, *twins]).shown
-    assert shown[: module.SHOWN] == many[: module.SHOWN]
-    assert shown[module.SHOWN :] == twins
-
-
 def test_rows_are_those_that_pass_the_checks_where_the_best_hundred_fail(free, refused):
     request = requested("v5p:2x2x2", batch=64)
     best = {candidate.grid for candidate in free.outcome.fitting[:100]}
@@ -108,23 +95,3 @@ def test_misfits_are_the_faster_ones_that_need_least_memory(free):
     for row in plan.misfits:
         above = f"{(row.memory - limit) / GIB:.3g} GiB above the usable {limit / GIB:.3g}"
         assert row.reason.endswith(f"% faster, {above}")
-
-
-def test_smallest_goes_on_where_what_fits_a_slice_does_not_pass_the_checks(
-    request_and_facts, monkeypatch
-):
-    request, facts = request_and_facts
-    request = dataclasses.replace(request, smallest=("v5e:2x2", "v5e:2x4"))
-
-    def resolve(config, devices, slices):
-        if devices <= few:
-            raise ConfigError(Problem("data", "is refused"))
-
-    monkeypatch.setattr(module, "resolve", resolve)
-    few, lines = 4, []
-    (plan,) = smallest_plans(request, facts, lines.append)
-    assert plan.request.machine.topology == "v5e:2x4"
-    assert lines == ["trying      v5e:2x2", "trying      v5e:2x4"]
-    few = 8
-    with pytest.raises(ConfigError, match="data: is refused"):
-        smallest_plans(request, facts, lines.append)

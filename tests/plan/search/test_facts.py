@@ -1,7 +1,8 @@
 """What closed forms know of a model: the kernel of attention, which the devices decide."""
 
+from helpers.engines import keys
+
 from maxpipe.config import Config, replace
-from maxpipe.config.load import derive_known
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
@@ -11,21 +12,15 @@ from maxpipe.plan.search.space import Grid
 
 HEADS, TOKENS = 4, 512
 # Heads and lengths that the TPU's kernel takes.
-SIZES = {
-    "model.num_layers": 4,
-    "model.embed_dim": 256,
-    "model.num_query_heads": HEADS,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 128,
-    "model.dtype": "bfloat16",
-    "data.sequence_length": TOKENS,
-}
+SIZES = keys(
+    f"num_layers=4 embed_dim=256 num_query_heads={HEADS} num_kv_heads=2 head_dim=128 "
+    f"dtype=bfloat16 sequence_length={TOKENS}"
+)
 NO_PACKING = {"data.packing": False}
 
 
 def placed_on(topology, **values):
     config = replace(Config(), **(SIZES | values))
-    config = replace(config, **{"model.head_dim": derive_known(config).model.head_dim})
     return placed(config, machine_of(topology, 1, config))
 
 
@@ -89,10 +84,3 @@ def test_meshes_that_a_configured_kernel_does_not_run_on_are_not_legal():
     ):
         config = placed_on(topology, **NO_PACKING, **{"model.attention": kernel})
         assert Legality(config).of_mesh(Grid(mesh(**axes), mesh())) == words, (topology, kernel)
-
-
-def test_machine_of_gpus_and_simulated_devices_is_one_host():
-    simulated = replace(Config(), **{"mesh.simulated_devices": 6})
-    for topology, devices in (("h100:8", 8), ("cpu:4", 4), ("cpu", 6)):
-        machine = machine_of(topology, 1, simulated)
-        assert (machine.devices, machine.slices, machine.hosts) == (devices, 1, 1)

@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers.engines import make_mesh
+from helpers.engines import keys, make_mesh
 from helpers.mpmd_programs import two_layers_hand_over
 from helpers.programs import shard_bytes
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.config.load import derive_known
-from maxpipe.config.options import update
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.plan.flops import parameter_count
@@ -43,19 +41,11 @@ TWO_STAGES = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2}
 
 
 def config_of(**values):
-    small = {
-        "model.embed_dim": 64,
-        "model.mlp_dim": 192,
-        "model.num_query_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.vocab_size": 512,
-        "data.sequence_length": 16,
-        "data.global_batch_size": 16,
-        "pipeline.engine": "mpmd",
-        "pipeline.num_microbatches": 4,
-        "eval.every": 0,
-    }
-    return resolve(replace(Config(), **(small | values)), 8)
+    small = keys(
+        "embed_dim=64 mlp_dim=192 num_query_heads=4 num_kv_heads=2 vocab_size=512 "
+        "sequence_length=16 global_batch_size=16 engine=mpmd num_microbatches=4"
+    )
+    return resolve(replace(Config(), **small | {"eval.every": 0} | values), 8)
 
 
 def trainer_of(**values):
@@ -111,25 +101,6 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     assert saving_of(config).handed_over == pytest.approx(late / 2 / column, rel=0.15)
 
 
-def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
-    def first_unit(first):
-        values = {"model.num_layers": 4 + first, "model.first_dense_layers": first}
-        values |= {"model.moe.experts": 4, "model.moe.mlp_dim": 32, "pipeline.schedule": "1f1b"}
-        values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": "minimal"}
-        config, trainer = trainer_of(**values)
-        unit = trainer.engine.training.program.computations[UnitName("F", 0)]
-        kept = sum(v.aval.size * v.aval.dtype.itemsize for v in unit.writes)
-        memory = StageMemory(config, build_table(config))
-        return kept, [memory.in_flight_bytes(stage, [1]) for stage in range(4)]
-
-    (one_kept, one), (two_kept, two) = first_unit(1), first_unit(2)
-    # The backward of a sum does not look at its last term, the output of the layer's MLP.
-    last = 64 * 2 * 16 * 4
-    # Four microbatches are in flight on the first stage.
-    assert two[0] - one[0] == pytest.approx(4 * (two_kept - one_kept + last))
-    assert two[1:] == one[1:]
-
-
 def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight():
     values = {"model.num_layers": 8, "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8}
     values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
@@ -158,18 +129,10 @@ def test_stages_update_every_parameter_once():
         assert updated == parameter_count(config.model), tied
 
 
-SIZES = {
-    "model.num_layers": 16,
-    "model.embed_dim": 64,
-    "model.num_query_heads": 8,
-    "model.num_kv_heads": 4,
-    "model.mlp_dim": 256,
-    "model.vocab_size": 512,
-    "data.sequence_length": 64,
-    "data.global_batch_size": 32,
-    "eval.every": 0,
-    "compile.topology": "v5p:2x2x2",
-}
+SIZES = keys(
+    "num_layers=16 embed_dim=64 num_query_heads=8 num_kv_heads=4 head_dim=8 mlp_dim=256 "
+    "vocab_size=512 sequence_length=64 global_batch_size=32"
+) | {"eval.every": 0, "compile.topology": "v5p:2x2x2"}
 MIXTURE = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
 FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
 
@@ -205,7 +168,6 @@ def by_table(candidate, config):
 def test_memory_of_mpmd_is_that_of_the_fullest_stage(keys, tolerance):
     """But for the moments of different stages that are taken together."""
     config = replace(Config(), **SIZES | keys)
-    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     facts = Facts(config)
     schedules = set()
     for candidate in drawn(config, facts):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.engines import keys
 
 from maxpipe.config import Config, replace
 from maxpipe.config.sections import MESH_AXES
@@ -25,18 +26,10 @@ from maxpipe.plan.search.timing import first_layers, step_seconds, unit_waits, u
 from maxpipe.plan.search.traffic import layer_traffic, once_seconds
 
 RECORDED = Path(__file__).with_name("closed_forms.json")
-MODEL = {
-    "model.num_layers": 18,
-    "model.embed_dim": 1024,
-    "model.head_dim": 128,
-    "model.num_query_heads": 8,
-    "model.num_kv_heads": 4,
-    "model.vocab_size": 32000,
-    "model.dtype": "bfloat16",
-    "data.sequence_length": 2048,
-    "data.global_batch_size": 64,
-    "eval.every": 0,
-}
+MODEL = keys(
+    "num_layers=18 embed_dim=1024 head_dim=128 num_query_heads=8 num_kv_heads=4 vocab_size=32000 "
+    "dtype=bfloat16 sequence_length=2048 global_batch_size=64"
+) | {"eval.every": 0}
 MIXTURE = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.first_dense_layers": 2}
 SINGLE = MIXTURE | {"model.num_layers": 6}
 WIDE = {"model.embed_dim": 8192}

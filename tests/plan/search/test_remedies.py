@@ -47,20 +47,15 @@ def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_an
     assert [*more_chips(request.on("cpu:2"))] == []
 
 
-def test_where_the_compiler_refused_remedies_leave_enough_free_that_closed_forms_refuse_it_too(
-    request_and_facts,
-):
+def test_a_smaller_margin_is_no_remedy_where_the_compiler_refused(request_and_facts):
+    """A larger one leaves so much free that closed forms refuse what the compiler refused."""
     request, facts = request_and_facts
     plan = make_plan(request, facts)
     least = min(plan.rows, key=lambda row: row.memory)
-    for share, margin in ((0.97, "4%"), (0.6, "41%"), (0.004, "")):
-        machine = dataclasses.replace(request.machine, capacity=least.memory / share)
-        on = dataclasses.replace(request, machine=machine)
-        refused = dataclasses.replace(least, proof=Proof(1e12, None, False, "", 1.0))
-        compiled = dataclasses.replace(plan, request=on, misfits=[refused])
-        found = remedies(compiled, facts, lambda line: None)
-        assert all(line.endswith(f"--memory-margin {margin}") for line in found.lines)
-        assert bool(found.lines) == bool(margin), share
-    crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
-    found = remedies(dataclasses.replace(compiled, misfits=[crashed]), facts, lambda line: None)
-    assert not any("--memory-margin" in line for line in found.lines)
+    machine = dataclasses.replace(request.machine, capacity=least.memory / 0.6)
+    refused = dataclasses.replace(least, proof=Proof(1e12, None, False, "", 1.0))
+    on = dataclasses.replace(request, machine=machine)
+    compiled = dataclasses.replace(plan, request=on, misfits=[refused])
+    lines = remedies(compiled, facts, lambda line: None).lines
+    assert all(line.endswith("--memory-margin 41%") for line in lines)
+    assert lines
