@@ -1,7 +1,6 @@
 """Decide for all supervisors of a run when their trainers start, end, and start again.
 
-The council runs in supervisor 0. The others report to it and follow its orders, which `link`
-carries. Imports no JAX.
+The council runs in supervisor 0; `link` carries the others' reports and its orders. No JAX.
 """
 
 import secrets
@@ -350,12 +349,14 @@ class Council:
         attempt, code = self._attempt, verdict(self._attempt.ends)
         self._since = self._start_at = self._clock()
         self._is_gathering = True
+        is_smaller = len(attempt.members) < self._count and not attempt.trained_at
         if self._since - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
         if self._stopped_by:
             # The signal may have come before the trainer could handle it.
             self.finish(PREEMPTED if code == -signal.SIGTERM else code, "asked to stop")
-        elif not is_restartable(code):
+        # The step of fewer hosts may have been compiled ahead; the next attempt compiles its own.
+        elif not is_restartable(code) and not (is_smaller and code == FAILED):
             self.finish(code)
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass

@@ -35,7 +35,6 @@ class BatchPlacer:
         self._num_rows = num_rows
 
     def __call__(self, batch: HostBatch) -> Batch:
-        """Convert arrays [R, T] of this process to global arrays [B, T]."""
         with jax.transfer_guard("allow"):
             return {name: self._place(x) for name, x in batch.items()}
 

@@ -7,6 +7,7 @@ that the run goes on at once if a host is lost. See `maxpipe.training.stored_ste
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -30,7 +31,7 @@ from maxpipe.supervise.ending import left_behind
 from maxpipe.supervise.process import ProgressFile
 from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory
-from maxpipe.training.stored_step import LOAD, write
+from maxpipe.training.stored_step import LOAD, origin, read, write
 from maxpipe.training.trainer import BuildTrainer, Trainer
 
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
@@ -123,10 +124,12 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
         raise ConfigError(Problem("pipeline.engine", reason))
     # Decisions are noted by the attempt that needs the step.
     config = choose_stages(config, device_memory(devices), ignore_note)
-    mesh = build_mesh(config, devices)
+    mesh, file = build_mesh(config, devices), step_file(config, hosts.processes)
+    with suppress(ConfigError):
+        if read(str(file))[0].origin == origin(config, mesh):  # of an earlier start
+            return file
     trainer = cast(StepTrainer, build_trainer(config, mesh, note=ignore_note))
     compiled = compile_step(config, mesh, trainer, ignore_note, OPTIONS.get(devices[0].platform))
-    file = step_file(config, hosts.processes)
     file.parent.mkdir(parents=True, exist_ok=True)
     write(str(file), compiled.executable, config, mesh)
     return file

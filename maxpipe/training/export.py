@@ -108,7 +108,6 @@ def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer
 
 
 def _turn_ends(config: Config, tokenizer: Tokenizer | None, store: StepStore) -> set[int]:
-    """Return the ids that end a turn of a run's conversations, as in `maxpipe.generate --chat`."""
     if tokenizer is None or not is_chat(config.data):
         return set()
     return end_of_turn(find_chat_template(config, store), tokenizer)[0]

@@ -146,7 +146,6 @@ def _train(run: Session) -> int:
 
 
 def _too_many_skips(run: Session, step_log: "StepLog", saved_step: int) -> int:
-    """End a run after the last recorded step; a step dispatched after it does not count."""
     run.step = step_log.last_step
     count = step_log.skips
     remedy = ""

@@ -324,7 +324,6 @@ class MpmdTrainer(Trainer[MpmdState]):
         return parts
 
     def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
-        """Put expert load [N, E] in place of the gradients of a stage's selection biases."""
         if load is None:
             return gradients
         chunks = {
@@ -369,7 +368,6 @@ class OnStage(Generic[ResultT]):
 
 
 def _check_agreement(engine: MpmdEngine) -> None:
-    """Check that several processes can run their stages together; all of them call this."""
     if not describe_transfers():
         message = (
             "JAX has started for another engine, without sockets between its processes; start the "

@@ -157,7 +157,6 @@ def package_versions() -> dict[str, str]:
 
 
 def _own_code(config: Config) -> dict[str, str]:
-    """Return digests of the code of the variants in use that are not maxpipe's own."""
     digests = {}
     for key, option in OPTIONS.items():
         variant = (option.bounds.variants or {}).get(str(get(config, key)))

@@ -177,7 +177,6 @@ def _metas(store: StepStore, steps: Sequence[int]) -> Iterator[Meta]:
 
 
 def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:
-    """Return the files to keep of a run's tokenizer, and of its chat template, by name."""
     files = tokenizer_files(data.tokenizer, data.cache_dir)
     contents = {file.name: file.read_bytes() for file in files}
     template = trained_template(data)

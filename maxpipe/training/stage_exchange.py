@@ -192,7 +192,6 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _spec(x: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-    """Return an array's layout: over a stage's axes, or on disk over the axes of all devices."""
     assert isinstance(x.sharding, NamedSharding)
     on_stage = x.sharding.mesh.shape["stage"] == 1
     return without(x.sharding.spec, ("stage",)) if on_stage else x.sharding.spec

@@ -400,7 +400,6 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
 
 
 def _farewell(session: Session, exit_code: int, root: Path, seconds: float) -> str:
-    """Return the last line of a start: how far it got, and what the next start would do."""
     step, last_step = session.step, session.config.steps
     if exit_code:
         saved_step = max(session.checkpointer.steps(), default=None)

@@ -250,7 +250,6 @@ class SpmdTrainer(Trainer[TrainState]):
         return jax.tree.map(with_sharding, self._abstract, self._shardings)
 
     def _place_load(self, gradients: Params, load: jax.Array) -> Params:
-        """Return live gradients with expert load [N, E] in place of those of selection biases."""
         rows = self._engine.from_canonical(load)
         return gradients | {"layers": with_excess(self._specs["layers"], gradients["layers"], rows)}
 

@@ -382,6 +382,17 @@ def test_council_waits_no_longer_for_a_host_because_others_come_and_go():
     assert start.members == (0, 1)
 
 
+def test_council_whose_fewer_processes_fail_tries_once_more_until_they_have_trained():
+    run = elastic(counts=(1, 2, 3))
+    lose(run, 2, 3)
+    run.orders(after=62)
+    run.end((0, 1), (1, 1))
+    (start,) = run.orders(after=62)
+    assert start.members == (0, 1), "without a step that was compiled ahead"
+    run.trained(1)
+    assert run.end((0, 1), (1, 1))[-1] == Finish(1, "")
+
+
 def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others():
     sizes = Sizes((1, 2), 60.0, "whole")
     run = Supervised(4, wait_seconds=600)
