@@ -35,7 +35,6 @@ class Summary(NamedTuple):
 
 
 def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
-    """Return name -> digest of all arrays; arguments as for `summaries`."""
     return {name: int(summary.digest) for name, summary in summaries(arrays).items()}
 
 

@@ -79,7 +79,6 @@ class OrbaxWriter:
                 manager.close()
 
     def _wait(self, manager: "ocp.CheckpointManager") -> None:
-        """Wait until a manager has finished its save, or until it has failed in this process."""
         was_pending, self.is_pending = self.is_pending, False
         if processes.count() > 1:
             while self._error is None and manager.is_saving_in_progress():

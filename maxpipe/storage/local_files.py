@@ -218,7 +218,6 @@ def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> l
 
 
 def shown(suffixes: Sequence[str]) -> str:
-    """Return endings for a message, without those of packed files."""
     plain = [f"*{suffix}" for suffix in suffixes if suffix and not suffix.endswith(PACKED)]
     return " or ".join(plain) or "files"
 
