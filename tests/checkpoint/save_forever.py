@@ -1,4 +1,4 @@
-"""Resumes in DIR, or from the mirror at URL, like a training, and saves every step until killed."""
+"""Resumes in DIR, like a training, and saves every step until killed."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.mirror import open_url
 from maxpipe.config import CheckpointConfig
 
 ROWS = 1 << 20
@@ -19,8 +18,7 @@ def state(step):
 
 
 def main():
-    mirror = open_url(sys.argv[2], "URL") if len(sys.argv) > 2 else None
-    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2), mirror=mirror)
+    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2))
     step = 0
     if checkpointer.steps():
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state(0))

@@ -58,7 +58,6 @@ def take_from_the_other_step(step_directory, part):
 DAMAGE = {
     "data file truncated": truncate,
     "data file deleted": lambda step: largest_file(step).unlink(),
-    "arrays deleted": lambda step: shutil.rmtree(step / "arrays"),
     "record deleted": lambda step: shutil.rmtree(step / "meta"),
     "record is garbage": lambda step: record_file(step).write_bytes(b"\x00garbage"),
     "arrays of another step": lambda step: take_from_the_other_step(step, "arrays"),

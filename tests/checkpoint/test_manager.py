@@ -16,7 +16,6 @@ from maxpipe.checkpoint.errors import (
     CheckpointMismatch,
     CheckpointSaveError,
     NoCheckpoint,
-    StateNotFinite,
 )
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.steps import StepsDirectory
@@ -182,26 +181,6 @@ def test_save_after_going_back_abandons_every_step_after_the_restored_one(
     assert names == ["15", "20", "20.abandoned", "30.abandoned"]
     assert len(messages) == 2
     assert "30.abandoned" in messages[1]
-
-
-def test_save_tells_that_steps_are_set_aside_once_before_it_writes_and_not_if_it_is_refused(
-    checkpointer, samples
-):
-    def save(step, state=None):
-        parts = state or samples.state(step), samples.iterator(step), samples.meta(step)
-        told = []
-        checkpointer.save(step, *parts, on_set_aside=lambda: told.append(checkpointer.steps()))
-        return told
-
-    samples.save(checkpointer, 10, 20, 30)
-    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
-    with pytest.raises(StateNotFinite):
-        save(15, {"weight": np.array([np.nan])})
-    assert checkpointer.steps() == [10, 20, 30]
-    assert save(20) == [[10]]
-    assert save(30) == []
-    checkpointer.wait()
-    assert checkpointer.steps() == [10, 20, 30]
 
 
 def test_restore_without_steps_raises(checkpointer, samples):

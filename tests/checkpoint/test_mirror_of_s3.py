@@ -52,10 +52,3 @@ def test_commands_of_url_list_verify_and_show_steps(mirrored, store, capsys):
     assert second == "20: sound, 7 arrays"
     assert main(["show", mirrored, "--step", "10"]) == 0
     assert capsys.readouterr().out.startswith("step: 10\n")
-
-
-def test_command_verify_without_credentials_names_variables(without_s3_keys, capsys):
-    assert main(["verify", "s3://bucket/runs/base"]) == 2
-    error = capsys.readouterr().err
-    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in error
-    assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error

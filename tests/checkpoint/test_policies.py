@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import EVAL_LOSS, Retention, SaveTimer
+from maxpipe.checkpoint.policies import EVAL_LOSS, Retention
 from maxpipe.checkpoint.record import Record, record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
@@ -79,16 +79,3 @@ def test_retention_record_that_cannot_be_read_now_is_kept_and_judged_later():
     retention = Retention(CheckpointConfig(keep=1, keep_best=1), record_of)
     assert retention.kept([10, 20, 30, 60]) == {10, 20, 60}
     assert retention.kept([10, 20, 30, 60]) == {20, 60}
-
-
-@pytest.mark.parametrize(("grace", "warns"), [(0, False), (5, True), (7, False)])
-def test_save_timer_save_longer_than_grace_warns_once(grace, warns):
-    now = [0.0]
-    timer = SaveTimer(CheckpointConfig(grace_seconds=grace), lambda: now[0])
-    timer.finished()  # the mirror has copied the step of an earlier process
-    assert timer.warning() == ""
-    for is_first in (True, False):
-        timer.began()
-        now[0] += 6
-        timer.finished()
-        assert ("took 6.0 s" in timer.warning()) == (warns and is_first)

@@ -8,7 +8,7 @@ from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import Record
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import followed, step_since, step_to_resume
-from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config import CheckpointConfig, Config, ConfigError, replace
 from maxpipe.training.resuming import followed_once, step_to_continue
 
 
@@ -70,51 +70,23 @@ def test_step_since_is_the_newest_one_if_an_earlier_attempt_has_written_it():
         since(unreadable)
 
 
-@pytest.fixture
-def continued(tmp_path):
-    """Return a function of steps and what `followed_once` makes of `checkpoint.resume`."""
-
+def test_followed_once_continues_from_what_a_job_has_saved_or_replicated(tmp_path):
     def open_again():
-        settings = replace(Config(), **{"checkpoint.every": 2}).checkpoint
         replicas = Replicas(tmp_path / "memory", tmp_path / "checkpoints", 1)
-        return Checkpointer(tmp_path / "checkpoints", settings, replicas=replicas)
+        return Checkpointer(tmp_path / "checkpoints", CheckpointConfig(every=2), replicas=replicas)
 
-    def _continued(resume, saved, replicated, attempt=2):
-        rows = np.zeros((1, 3), np.int64)
-        for steps, name in ((saved, "save"), (replicated, "replicate")):
-            checkpointer = open_again()
-            for step, meta in steps.items():
-                getattr(checkpointer, name)(step, {"a": rows}, rows, {"config": {}} | meta)
-            checkpointer.close()
-        checkpointer, said = open_again(), []
+    mark, rows, said = followed("2", ("job", 1)), np.zeros((1, 3), np.int64), []
+    for name, steps in (("save", {2: {}, 4: mark}), ("replicate", {5: mark})):
+        checkpointer = open_again()
+        for step, meta in steps.items():
+            getattr(checkpointer, name)(step, {"a": rows}, rows, {"config": {}} | meta)
+        checkpointer.close()
+    for resume, attempt, expected in (("2", 1, ("2", 2)), ("2", 2, ("auto", 5))):
         config = replace(Config(), **{"checkpoint.resume": resume})
+        checkpointer = open_again()
         config = followed_once(config, checkpointer, ("job", attempt), said.append)
-        return config.checkpoint.resume, step_to_continue(config, checkpointer), " ".join(said)
-
-    return _continued
-
-
-MARK_2 = followed("2", ("job", 1))
-
-
-@pytest.mark.parametrize(
-    ("resume", "saved", "replicated", "attempt", "expected"),
-    [
-        ("2", {2: {}, 4: MARK_2}, {5: MARK_2}, 2, ("auto", 5)),
-        ("2", {2: {}, 4: MARK_2}, {5: MARK_2}, 1, ("2", 2)),
-        ("2", {2: {}, 8: {}}, {3: MARK_2}, 2, ("2", 2)),  # newer steps are not set aside yet
-        ("never", {}, {1: followed("never", ("job", 1))}, 2, ("auto", 1)),
-        ("auto", {2: {}}, {}, 2, ("auto", 2)),
-        ("must", {2: {}}, {}, 2, ("must", 2)),
-    ],
-)
-def test_followed_once_continues_from_what_a_job_has_saved_or_replicated(
-    continued, resume, saved, replicated, attempt, expected
-):
-    *found, said = continued(resume, saved, replicated, attempt)
-    assert tuple(found) == expected
-    line = (
-        f"checkpoint.resume={resume} was followed by an earlier attempt of this job, which has "
-        f"reached step {expected[1]}: this one continues from the newest step"
+        assert (config.checkpoint.resume, step_to_continue(config, checkpointer)) == expected
+    assert " ".join(said) == (
+        "checkpoint.resume=2 was followed by an earlier attempt of this job, which has "
+        "reached step 5: this one continues from the newest step"
     )
-    assert said == ("" if resume == expected[0] else line)

@@ -20,15 +20,12 @@ from maxpipe.devices.mesh import (
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
-def test_build_mesh_has_axes_in_order_partitioned_automatically():
+def test_build_mesh_has_axes_in_order_with_neighbours_in_the_last_ones():
     mesh = make_mesh(tiny(**EIGHT))
     assert mesh.axis_names == MESH_AXES == ("data", "stage", "fsdp", "context", "tensor", "expert")
     assert dict(mesh.shape) == dict.fromkeys(MESH_AXES, 1) | {"data": 2, "stage": 2, "fsdp": 2}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def test_build_mesh_puts_neighbouring_devices_in_the_last_axes():
-    ids = np.vectorize(lambda device: device.id)(make_mesh(tiny(**EIGHT)).devices).reshape(2, 2, 2)
+    ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(2, 2, 2)
     np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
 
 

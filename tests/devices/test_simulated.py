@@ -29,7 +29,6 @@ def _two_cores(monkeypatch):
 class TestStart:
     def test_start_threads_sets_more_threads_only_where_needed(self, monkeypatch):
         for config, devices, processes, threads in (
-            (OUTSIDE, 8, 1, "128"),
             (OUTSIDE, 8, 2, "128"),
             (OUTSIDE, 64, 1, "256"),
             (LOAD, 8, 1, "128"),
@@ -41,7 +40,6 @@ class TestStart:
             (Config(), 100, 2, "256"),
             (CACHE, 17, 1, None),
             (Config(), 8, 1, None),
-            (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
         ):
             monkeypatch.setattr(os, "environ", {})
             start_threads(config, devices, processes)
@@ -57,7 +55,6 @@ class TestProgramsFromFiles:
     def test_hindrance_with_too_few_threads_names_the_number(self, monkeypatch):
         for environment, threads in (
             ({}, 2),
-            ({"NPROC": "127"}, 127),
             ({"NPROC": "auto"}, 2),
             ({"NPROC": "128", "PJRT_NPROC": "9"}, 9),
         ):
@@ -67,12 +64,6 @@ class TestProgramsFromFiles:
             assert hindrance() == reason
             assert not uses_cache(CACHE)
             assert explain_threads(CACHE) == [f"compile.cache_dir=off: {reason}"]
-
-    def test_hindrance_with_enough_threads_is_empty(self, monkeypatch):
-        monkeypatch.setenv("NPROC", "128")
-        assert hindrance() == ""
-        assert uses_cache(CACHE)
-        assert explain_threads(CACHE) == []
 
     def test_explain_threads_with_too_few_of_the_users_names_the_number(self, monkeypatch):
         for config, processes in ((Config(), 2), (OUTSIDE, 1), (CACHE, 2)):
@@ -87,8 +78,11 @@ class TestProgramsFromFiles:
         assert "several processes" in hindrance_of(8, 2)
         assert "at most 16 CPU devices, not on 64" in hindrance_of(64, 1)
 
-    def test_explain_threads_without_a_cache_directory_names_the_remedy(self, monkeypatch):
+    def test_programs_with_enough_threads_need_a_cache_directory_alone(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
+        assert hindrance() == ""
+        assert uses_cache(CACHE)
+        assert explain_threads(CACHE) == []
         assert not uses_cache(Config())
         (said,) = explain_threads(Config())
         assert "name a directory" in said

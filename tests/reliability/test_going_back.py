@@ -100,14 +100,6 @@ class TestOncePerJob:
         assert run(tmp_path, words[0]) == 2
         assert "never, but there are committed steps" in capsys.readouterr().err
 
-    def test_train_without_a_job_or_for_another_one_goes_back_each_time(
-        self, root, tmp_path, attempt
-    ):
-        for job, gone in (("one", 3), ("two", 4)):
-            attempt(1, job)
-            assert run(tmp_path, BACK, "stop_after=4") == 0
-            assert len(abandoned(root)) == gone
-
     def test_train_that_goes_back_in_attempts_has_the_bits_of_one_start(
         self, root, whole, tmp_path, attempt
     ):

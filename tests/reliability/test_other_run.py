@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 from helpers.runs import checkpoints, losses, rows, saved
 from helpers.training_process import train_here
@@ -107,7 +106,6 @@ def test_train_convert_dtype_resumes_with_other_dtype(ours, capsys):
         arrays = saved(ours, step)
         params = {a.dtype.name for name, a in arrays.items() if name.startswith("params")}
         assert params == {dtype}
-        assert all(np.isfinite(a).all() for a in arrays.values() if a.dtype == np.float32)
     found = losses(ours)
     assert sorted(found) == [1, 2, 3, 4]
     assert found[3][0] == pytest.approx(found[2][0], abs=0.5)

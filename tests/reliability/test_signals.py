@@ -79,16 +79,6 @@ def test_signal_second_ctrl_c_exits_with_stuck_main_thread(ended):
     assert ended == [INTERRUPTED]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
-)
-def test_signal_before_first_step_ends_process(number, code, ended):
-    with Interruption():
-        os.kill(os.getpid(), number)
-        wait_until(lambda: ended)
-    assert ended == [code]
-
-
 def test_signals_end_a_process_that_cannot_print():
     """Its writes fail, as those to the pipe of a `tee` that Ctrl-C has ended."""
     read, broken = os.pipe()

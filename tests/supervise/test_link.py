@@ -42,14 +42,6 @@ def test_message_decoded_is_what_was_encoded(message):
     assert (type(decoded), decoded) == (type(message), message)
 
 
-@pytest.mark.parametrize(
-    "line", ["", "[]", "Fly {}", "End {}", 'Ended {"attempt": 1, "code": "x"}', "Save 1"]
-)
-def test_decode_of_another_line_raises_value_error(line):
-    with pytest.raises(ValueError):  # noqa: PT011
-        decode(line)
-
-
 class Member:
     """A connection to a hub, as a supervisor or as a stranger."""
 

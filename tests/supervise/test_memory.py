@@ -1,7 +1,6 @@
 """Replicas in memory: directories of supervisors, and copies over connections of this machine."""
 
 import contextlib
-import errno
 import json
 import shutil
 import threading
@@ -192,24 +191,6 @@ def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, los
     assert seen[:2] == [[], []], "who follows sees both or none"
 
 
-def test_partners_that_cannot_fetch_all_begin_with_what_has_come(hosts, tmp_path, monkeypatch):
-    write(hosts[0].memory / OWN, 10, 20)
-    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10, 20])
-    hosts[0].lose()
-    hosts[0], receive = Host(tmp_path / "new", 0), memory._receive
-
-    def fail(answer, files, step, ended):
-        if "20" in step.name:
-            raise OSError("no room")
-        receive(answer, files, step, ended)
-
-    monkeypatch.setattr(memory, "_receive", fail)
-    monkeypatch.setattr(memory, "_REACH_SECONDS", 1.0)
-    begin_together(hosts)
-    assert steps_in(hosts[0].memory / OWN) == [10]
-    assert not (hosts[0].memory / "fetched").exists()
-
-
 def test_partners_of_fewer_hosts_follow_the_one_before_among_them(hosts):
     for number, host in enumerate(hosts, 1):
         write(host.memory / OWN, 10 * number)
@@ -275,29 +256,3 @@ def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_n
     goes_on.set()
     assert ready.wait(30)
     assert [*(hosts[1].memory / PARTNER).glob("*/*")] == []
-
-
-def test_partners_serve_nobody_until_what_is_not_the_attempt_s_has_been_removed(hosts, monkeypatch):
-    write(hosts[0].memory / OWN, 10)
-    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
-    seen = []
-    remove = memory._remove
-
-    def look_and_remove(part, names):
-        seen.append(hosts[1].partners._word)
-        remove(part, names)
-
-    monkeypatch.setattr(memory, "_remove", look_and_remove)
-    hosts[1].begin([hosts[1]]).wait(60)
-    assert seen == [""]
-
-
-def test_partners_without_room_in_memory_begin_alone(tmp_path, monkeypatch):
-    def fail(path, pieces):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(memory, "write_atomically", fail)
-    host = Host(tmp_path / "full", 0)
-    assert host.partners.begin({0: "localhost:1", 1: "localhost:1"}, "word").wait(30)
-    assert host.partners._word == ""
-    host.stack.close()

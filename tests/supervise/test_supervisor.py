@@ -390,16 +390,3 @@ def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back
     ]
     assert "with 1 of 2 processes (0): process 1 has not come back in 0.5 s" in output
     assert output.index("saves, to go on with 2 of 2") < output.rindex("got 15")
-
-
-@pytest.mark.slow
-def test_supervise_brings_replicas_back_when_the_memory_of_a_host_is_removed(tmp_path):
-    with Supervised(tmp_path, "replica 0", "replica 0") as run:
-        run.all_ready(1)
-        own, _ = memory_of(run, 1)
-        run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
-        shutil.rmtree(own.parent)
-        run.kill_trainer(1)
-        assert run.codes() == [0, 0]
-    assert memory_of(run, 1, attempt=1) == (own, ["5"])
-    assert not own.parent.exists()
