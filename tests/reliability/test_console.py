@@ -62,10 +62,14 @@ def test_console_is_closed_training_continues_and_schedule_ends_quietly(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in COMMANDS]
+    "module",
+    [
+        pytest.param(module, marks=[pytest.mark.slow] * (module != "maxpipe.train"))
+        for module in ("maxpipe", *(f"maxpipe.{name}" for name in COMMANDS))
+    ],
 )
-def test_command_interrupted_while_modules_are_imported_says_one_line(name):
-    words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, f"maxpipe.{name}"]
+def test_command_interrupted_while_modules_are_imported_says_one_line(module):
+    words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, "schedule"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == INTERRUPTED
     assert ended.stderr.strip() == "stopped by Ctrl-C"
