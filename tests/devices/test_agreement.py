@@ -8,7 +8,7 @@ import pytest
 import maxpipe
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.devices import agreement, processes
-from maxpipe.devices.agreement import check_agreement, compare, source_digest
+from maxpipe.devices.agreement import check_agreement, source_digest
 
 
 @pytest.fixture
@@ -62,12 +62,14 @@ def together(monkeypatch):
 def test_agreement_names_every_difference_in_every_process(together):
     other = replace(Config(), **{"optimizer.learning_rate": 0.5, "model.mlp_dim": 7})
     same = (Config(), {"version of jax": "1"})
-    problems = together(same, (other, {"version of jax": "2"}), same)
-    assert problems[0] == problems[1] == problems[2]
-    assert set(problems[0]) == {"optimizer.learning_rate", "model.mlp_dim", "version of jax"}
-    assert "differ: 1 in processes 0, 2; 2 in process 1;" in problems[0]["version of jax"]
+    found = together(same, (other, {"version of jax": "2"}), same, (Config(), {}))
+    assert found == [found[0]] * 4
+    said = found[0]
+    assert set(said) == {"optimizer.learning_rate", "model.mlp_dim", "version of jax"}
+    shown = "differ: 1 in processes 0, 2; 2 in process 1; missing in process 3;"
+    assert shown in said["version of jax"]
     rate = Config().optimizer.learning_rate
-    assert f"{rate} in processes 0, 2; 0.5 in process 1" in problems[0]["optimizer.learning_rate"]
+    assert f"{rate} in processes 0, 2, 3; 0.5 in process 1" in said["optimizer.learning_rate"]
 
 
 def test_agreement_leaves_out_what_changes_no_result(together):
@@ -86,12 +88,6 @@ def test_agreement_compares_the_content_of_a_path_if_it_is_known(together):
     assert set(problems[0]) == {"data.path"}
 
 
-def test_compare_says_what_is_missing_and_where():
-    ((key, message),) = compare({0: {"a": "1"}, 1: {"a": "1"}, 7: {}})
-    assert key == "a"
-    assert "1 in processes 0, 1; missing in process 7" in message
-
-
 def test_source_digest_depends_on_every_source_file(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.py").write_text("x = 1")
@@ -100,4 +96,3 @@ def test_source_digest_depends_on_every_source_file(tmp_path):
     (tmp_path / "a" / "b.py").write_text("x = 2")
     assert source_digest(tmp_path) != first
     assert source_digest() == source_digest(Path(maxpipe.__file__).parent)
-    assert len(source_digest()) == 16

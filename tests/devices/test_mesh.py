@@ -1,7 +1,6 @@
 """The mesh's axes and devices, and the rows of a batch that a process holds."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -57,6 +56,8 @@ def test_build_mesh_varies_dcn_slowest():
         device.slice_index for device in build_mesh(one_axis, list(mesh.devices.flat)).devices.flat
     ]
     assert slices == [0, 0, 1, 1]
+    assert num_slices([FakeDevice(i) for i in range(6)]) == 3
+    assert num_slices(jax.devices()) == 1
     alone = replace(Config(), **{"mesh.ici.fsdp": 2})
     assert crossing_axes(build_mesh(alone, [OneSlice(i) for i in (0, 1)])) == ()
 
@@ -87,11 +88,6 @@ def test_build_mesh_of_the_mpmd_engine_gives_stages_whole_processes():
         grid = mesh_of_processes(processes, **sizes)
         assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == ids, (processes, sizes)
         assert has_whole_processes(grid), (processes, sizes)
-
-
-def test_num_slices_counts_slice_indices():
-    assert num_slices(jax.devices()) == 1
-    assert num_slices([SimpleNamespace(slice_index=i // 2) for i in range(6)]) == 3
 
 
 def test_rows_of_one_of_several_processes_are_those_of_its_devices(monkeypatch):

@@ -58,7 +58,6 @@ def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
     [
         ("output_dir=a\0b", "output_dir (command line): holds a NUL character"),
         ("run_name=" + "a" * 5000, "run_name (command line): 'aaa"),
-        ("output_dir=" + "a/" * 3000, "output_dir (command line): 'a/a/"),
         ("steps=1e18", "steps (command line): must be at most 2147483647"),
         ("data.sequence_length=1e8", "data.sequence_length (command line): must be at most"),
     ],

@@ -33,11 +33,9 @@ def train(*words):
         (train("c.yml"), "shared"),
         (train("c.yml", "output_dir=a", "optimizer.name=own", "output_dir=~/b"), "home/b"),
         (train("c.yml", "run_name=x", "output_dir=x/${run_name}"), "x/x"),
-        (train("base", "steps=3"), "runs"),
         (["maxpipe", "train", "base"], "runs"),
         (train("base", "output_dir=gs://bucket/runs"), "home/.cache/maxpipe"),
         (["sh", "train.sh"], "home/.cache/maxpipe"),
-        (train(), "home/.cache/maxpipe"),
     ],
 )
 def test_run_secret_is_in_the_output_dir_for_its_owner_alone(here, command, place):
