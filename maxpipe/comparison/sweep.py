@@ -143,17 +143,21 @@ def _name(run_name: str, keys: Sequence[str], pairs: Mapping[str, str], taken: s
 def _run(command: Sequence[str]) -> int:
     """Run a command to its end, pass signals on to it, and return its exit code."""
     sys.stdout.flush()
-    # In a session of its own it gets each signal once, from here, and can finish its step and save.
-    process = subprocess.Popen(
-        command, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
-    )
     received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None = None) -> None:
         received.append(number)
-        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        if process is not None:
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     with handling(numbers_to_pass_on(), pass_on):
+        # In a session of its own it gets each signal once, from here, and can finish and save.
+        process = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
+        )
+        for number in received[:1]:  # came before there was a process
+            pass_on(number)
         code = process.wait()
     if received and code not in STOPPED:
         return INTERRUPTED if received[-1] == signal.SIGINT else PREEMPTED
