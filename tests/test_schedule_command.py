@@ -132,7 +132,7 @@ def test_a_table_of_a_file_is_the_schedule_and_has_its_sizes_and_its_ending(
         ([path, "--svg", path], f"--svg: would replace {path}, which is read; name another"),
         (["gpipe", "--csv", path, "--html", path], "which --csv writes"),
         (["gpipe", "--csv", file], "give a name that ends in .csv"),
-        ([file], "does not exist; choose one of"),
+        ([file], "is neither a file NAME.csv nor one of"),
     ):
         assert main([*map(str, words)]) == 2
         assert message in capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(output, 
     assert "limit           95 GiB a device\n" in tight
     assert "GiB, which is too much\n" in tight
     assert main([*words, "compile.topology=v5e:2x4"]) == 2
-    message = "no choice of stages that was tried fits 14.9 GiB a device (the chip's memory)"
+    message = "no choice of stages fits 14.9 GiB a device (the chip's memory)"
     assert message in capsys.readouterr().err
 
 

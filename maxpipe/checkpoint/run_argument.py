@@ -77,7 +77,7 @@ def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     """
     steps = store.steps()
     if not steps:
-        message = f"{store} holds no checkpoint; train with checkpoint.every above 0"
+        message = f"{store} holds no checkpoint; give output_dir/run_name of a run that saves"
         raise ConfigError(Problem(key, message))
     if step is not None and step not in steps:
         raise ConfigError(Problem("--step", f"{step} is not saved in {store}; there are {steps}"))

@@ -100,8 +100,9 @@ def _nothing_legal(plan: Plan) -> Problem:
         values.append(f"{flag} {key}={','.join(map(str, chosen))}")
         remedy = "give other values, or leave some out"
     given = " on ".join([" ".join(values), place] if values else [place])
-    unmatched = [("no mesh, engine and schedule has these values", 0)]
-    ((reason, _),) = plan.outcome.fallen.most_common(1) or unmatched
+    if not plan.outcome.fallen:
+        return Problem("", f"{given}: no mesh, engine and schedule has these values; {remedy}")
+    ((reason, _),) = plan.outcome.fallen.most_common(1)
     return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
 
 

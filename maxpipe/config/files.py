@@ -140,8 +140,9 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
         hint = ", ".join(shown_path(files[stem]) for stem in near)
         message = f"there is no file {path}; the nearest are {hint}"
         raise ConfigError(Problem("", message, origin)) from None
-    except (OSError, ValueError) as error:  # such as text in another encoding than UTF-8
-        raise ConfigError(Problem("", f"cannot read {path}: {error}", origin)) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(Problem("", f"cannot read {path}: {reason}", origin)) from None
     if len(text) > _MAX_CHARACTERS:
         message = f"{path} has more than {_MAX_CHARACTERS} characters; is it a configuration?"
         raise ConfigError(Problem("", message, origin))

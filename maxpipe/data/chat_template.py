@@ -111,7 +111,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         template = _compile(self.source, self.name)
-        date = datetime.fromisoformat(self.date) if self.date else datetime.now()
+        date = datetime.fromisoformat(self.date or f"{datetime.now():%Y-%m-%d}")
         try:
             return template.render(
                 messages=[*map(_with_reasoning, messages)],
@@ -220,8 +220,9 @@ def _compile(source: str, name: str) -> "jinja2.Template":
     try:
         return environment.from_string(blocks)
     except Exception as error:  # of Jinja, or of Python, to which it translates
-        reason = f"{type(error).__name__}: {error}"[:_MOST_OF_AN_ERROR]
-        problem = Problem(_KEY, f"{name} is no chat template: {reason}")
+        reason = str(error).replace("endcall", "endgeneration").replace("'call'", "'generation'")
+        where = f"line {getattr(error, 'lineno', '?')}: {reason[:_MOST_OF_AN_ERROR]}"
+        problem = Problem(_KEY, f"{name} is no chat template: {where}")
         raise ConfigError(problem) from error
 
 

@@ -39,8 +39,8 @@ def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
             data.chat_template, data.tokenizer, data.cache_dir, data.chat_date
         )
     except ConfigError as error:
-        message = f"the run has no chat template: {error.problems[0].message}"
-        raise ConfigError(Problem(_KEY, message)) from error
+        message = "the run has no chat template: it was not trained on conversations, as with "
+        raise ConfigError(Problem(_KEY, f"{message}data.source=chat")) from error
 
 
 def read_conversation(

@@ -134,11 +134,11 @@ def read_header(file: ModelFile) -> dict[str, StoredTensor]:
             tensor = StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), start + begin)
             has_its_bytes = tensor.dtype not in _DTYPES or end - begin == tensor.num_bytes
             if not has_its_bytes or begin < 0 or start + end > file.size:
-                raise ValueError(f"the bytes of {name}")
+                raise ValueError(f"{name} has other bytes than the file")
             tensors[name] = tensor
         return tensors
     except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SafetensorsError(f"{file} is damaged or cut off: {error!r:.200}") from None
+        raise SafetensorsError(f"{file} is damaged or cut off: {error!s:.200}") from None
 
 
 def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
@@ -188,7 +188,7 @@ def _read_index(folder: ModelFolder) -> Mapping[str, str]:
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!r:.200}") from None
+        raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!s:.200}") from None
 
 
 def _weight_files(folder: ModelFolder) -> list[str]:

@@ -80,7 +80,7 @@ def translate_batch(t: Translator) -> None:
     size = t.number("per_device_batch_size")
     if not t.num_devices:
         remedy = "add --devices N, or give every ici_*_parallelism a size"
-        t.refuse("per_device_batch_size", f"of how many devices? {remedy}")
+        t.refuse("per_device_batch_size", f"is a number for each device; {remedy}")
         return
     accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
     batch = int(t.num_devices * size) * accumulated

@@ -90,7 +90,7 @@ def _refuse_block(t: Translator, name: str) -> None:
     if file := SHIPPED.get(name):
         instead = f"start from configs/models/{file}.yml, or from model.from_hf=DIR"
     translated = ", ".join(BLOCKS)
-    t.refuse("decoder_block", f"{name} is not translated, {translated} are; {instead}")
+    t.refuse("decoder_block", f"{name} is not translated; {instead}. Translated are {translated}")
 
 
 def translate_switches(t: Translator, name: str, block: Block) -> None:

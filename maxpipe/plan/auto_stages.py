@@ -27,8 +27,8 @@ LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"
 LIMIT_KEY = "pipeline.memory_limit_gib"
 REMEDIES = (
-    "pipeline.remat_policy=full, pipeline.remat_layers=true, pipeline.unit_times=[], more "
-    "microbatches, pipeline.schedule=1f1b, or more devices in mesh.ici.fsdp, tensor or stage"
+    "pipeline.remat_policy=full, pipeline.remat_layers=true, more microbatches, "
+    "pipeline.schedule=1f1b, or more devices in mesh.ici.fsdp, tensor or stage"
 )
 Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
@@ -348,8 +348,8 @@ def _does_not_fit(
     worst, needed = int(least.memory.argmax()), float(least.memory.max())
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
     message = (
-        f"no choice of stages that was tried fits {limit / GIB:.3g} GiB a device ({source}): "
+        f"no choice of stages fits {limit / GIB:.3g} GiB a device ({source}): "
         f"with {str(least.sizes).replace(' ', '')} stage {worst} needs {needed / GIB:.3g} GiB "
         f"by estimate, {(needed - limit) / GIB:.3g} GiB too much"
     )
-    return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {REMEDIES}"))
+    return ConfigError(Problem(LAYERS_KEY, f"{message}; what may help: {REMEDIES}"))

@@ -252,8 +252,8 @@ def _winner_lines(plan: Plan) -> Iterator[str]:
     batch, before = chosen.candidate.batch, written.data.global_batch_size
     if batch != before:
         yield (
-            f"{batch} sequences a step are {batch / before:.3g} times the file's {before}, so with "
-            f"steps={written.steps} a run reads as many times the tokens"
+            f"{batch} sequences a step are {batch / before:.3g} times the file's {before}, so a "
+            f"run of steps={written.steps} reads as much more; steps changes that"
         )
 
 

@@ -162,7 +162,7 @@ def test_missing_or_unusable_template_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja cannot be read"):
         load_chat_template(str(file), "byte")
     for content, reason in {
-        "{% for m in messages %}": "TemplateSyntaxError: Unexpected end of template",
+        "{% for m in messages %}": "line 1: Unexpected end of template",
         "{% break %}": "SyntaxError: 'break' outside loop",
     }.items():
         file.write_text(content)

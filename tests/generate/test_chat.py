@@ -156,7 +156,7 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     text = _save(tmp_path, "data.source=synthetic", "data.chat_template=", "run_name=text")
     code, out, error = _call(capsys, text, "--chat", "--prompt=a")
     assert (code, out) == (2, "")
-    assert "--chat: the run has no chat template: data.tokenizer=byte has no" in error
+    assert "--chat: the run has no chat template: it was not trained on conv" in error
     with pytest.raises(ConfigError, match="messages: the run has no chat template"):
         maxpipe.load_model(text).chat(ONE)
     assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]

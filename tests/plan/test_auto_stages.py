@@ -219,7 +219,7 @@ def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_he
     (problem,) = error.value.problems
     assert problem.key == "pipeline.layers_per_stage"
     assert "(the chip's memory): with [" in problem.message
-    assert "GiB too much; what would help: pipeline.remat_policy=full, " in problem.message
+    assert "GiB too much; what may help: pipeline.remat_policy=full, " in problem.message
     full = update(config, {"pipeline.remat_policy": "full"})
     assert max(plan_stages(full, 0.6 * least).memory) <= 0.6 * least
 

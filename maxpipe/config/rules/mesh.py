@@ -75,7 +75,10 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     counted = "slices" if level == "dcn" else "devices"
     if level == "ici" and math.prod(others.values()) > 1:
         counted += " per slice"
-    relation = "which does not divide the" if -1 in sizes.values() else "but there are"
+    if count == 1:
+        counted = counted.replace("devices", "device").replace("slices", "slice")
+    relation = f"but there {'is' if count == 1 else 'are'}"
+    relation = "which does not divide the" if -1 in sizes.values() else relation
     choices = "; ".join(
         " ".join(
             f"mesh.{level}.{axis}={new[axis]}"

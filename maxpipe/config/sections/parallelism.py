@@ -117,7 +117,7 @@ class PipelineConfig:
     num_repeats: int = derived("chunks per stage; -1 = layers / (stages x num_layers_per_stage)")
     num_layers_per_stage: int = derived("layers per chunk; -1 = layers / (stages x num_repeats)")
     layers_per_stage: list[int] = option(
-        [], "layers of each stage or chunk; empty = equal; auto = the fastest", derived=True
+        [], "layers of each chunk, for mpmd; empty = equal; auto = the fastest", derived=True
     )
     unit_times: list[float] = option(
         [], "times of F, I, W, transfer, head; auto = by FLOPs", derived=True
@@ -156,7 +156,9 @@ class PipelineConfig:
         "tensors that a layer saves for its backward; others are recomputed",
         variants=REMAT_POLICIES,
     )
-    remat_iterations: bool = option(True, "apply remat_policy to iterations; false = none")
+    remat_iterations: bool = option(
+        True, "recompute within iterations; false = as remat_policy=none"
+    )
     remat_layers: bool = option(False, "recompute layer by layer: less memory, one more forward")
     remat_cheap: str = automatic("recompute norms and gates layer by layer; auto by memory")
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)

@@ -87,7 +87,9 @@ class OptimizerConfig:
     weight_decay: float = amount(0.1, "decoupled weight decay; applies to matrices only")
     grad_clip_norm: float = amount(1.0, "norm to which larger gradients are scaled; 0 = no bound")
     max_consecutive_skips: int = amount(5, "exit with 42 after so many non-finite steps; 0 = never")
-    spike_window: int = amount(0, "skip steps far above the mean of this many before; 0 = never")
+    spike_window: int = amount(
+        0, "skip steps whose loss or gradient is far above the mean of so many; 0 = never"
+    )
     spike_deviations: float = option(
         6.0, "standard deviations that make a spike", above=0, acts_with="optimizer.spike_window"
     )
@@ -100,7 +102,9 @@ class CheckpointConfig:
     grace_seconds: float = amount(
         30, "seconds to save when preempted; slower saves warn; 0 = never"
     )
-    replica_every: int = amount(0, "copy to a host's memory every so many steps; 0 = never")
+    replica_every: int = amount(
+        0, "keep a copy in hosts' memory for maxpipe supervise every so many steps; 0 = never"
+    )
     keep: int = option(
         3,
         "number of newest checkpoints to keep",
@@ -120,7 +124,7 @@ class CheckpointConfig:
         form="a place such as s3://bucket/runs, without *, ? and [, which stores take as a pattern",
     )
     mirror_deadline_seconds: float = amount(
-        300, "exit with 1 if it is silent for so long; 0 = never"
+        300, "exit with 1 if the mirror is silent for so long; 0 = never"
     )
     resume: str = option(
         "auto",
@@ -131,7 +135,7 @@ class CheckpointConfig:
     convert_dtype: bool = option(False, "let a resume convert state to other floating dtypes")
     accept_changes: list[str] = option(
         [],
-        "what may differ from the checkpoint or base model: config, data, tokenizer, ...",
+        "what may differ from the checkpoint; tokenizer also from the base model",
         choices=("model", "seed", "optimizer", "data", "tokenizer"),
     )
 

@@ -104,7 +104,8 @@ def read_cells(path: Path) -> CsvFile:
         # utf-8-sig drops the byte order mark that spreadsheets write.
         rows = list(csv.reader(path.read_text("utf-8-sig").rstrip("\r\n").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
-        raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
     file = CsvFile(len(rows), [], Counter(), any("OVERLAP" in t for row in rows for t in row))
     for row, texts in enumerate(rows):
         for column, text in enumerate(t.strip() for t in texts):

@@ -121,7 +121,7 @@ def _check_supported(
 ) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of "
+            f"pipeline.schedule={schedule!r} is neither a file NAME.csv nor one of "
             f"{', '.join(SCHEDULES)} ({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
         )
     facts = SCHEDULES[schedule]

@@ -122,11 +122,15 @@ def _check_units(
         for unit in queue:
             kind, microbatch, chunk = unit
             exists = kind in KINDS and 0 <= microbatch < num_microbatches and chunk in chunks
-            if unit in seen or not exists:
+            if unit in seen:
                 raise ScheduleError(
-                    f"pipeline.schedule={name}: {Unit(*unit)} is doubled, or no unit of stage "
-                    f"{stage}, which has chunks {', '.join(map(str, chunks))} and microbatches "
-                    f"0 to {num_microbatches - 1}"
+                    f"pipeline.schedule={name}: {Unit(*unit)} is twice on stage {stage}; drop one"
+                )
+            if not exists:
+                raise ScheduleError(
+                    f"pipeline.schedule={name}: {Unit(*unit)} is no unit of stage {stage}, which "
+                    f"has chunks {', '.join(map(str, chunks))} and microbatches 0 to "
+                    f"{num_microbatches - 1}"
                 )
             seen.add(unit)
 

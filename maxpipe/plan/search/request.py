@@ -160,7 +160,7 @@ def _contradictions(
     is_cpu = (flags.topology or config.compile.topology).lower() == CPU
     read = {"compile.topology": not flags.topology, "mesh.simulated_devices": is_cpu}
     decides = "is what the plan decides; --fix leaves it no choice"
-    searched = f"the plan searches {', '.join(SEARCHED)}; --fix sets other keys"
+    searched = f"--try takes what is searched, {', '.join(SEARCHED)}; --fix sets others"
     given = [*fixed, *(key for key in overridden if not read.get(key))]
     problems = [Problem(key, follows) for key in given if key in FOLLOWING]
     problems += [Problem(key, decides) for key in overridden if key in SEARCHED and key != BATCH]

@@ -25,10 +25,10 @@ def test_unknown_dcn_axis_takes_the_slices(resolved):
 def test_mesh_that_does_not_fit_gives_both_numbers(problems):
     table = {  # (words, devices, slices): key and numbers
         ("", 8, 1): ("mesh.ici", "stage=2 x fsdp=2 makes 4, but there are 8 devices;"),
-        ("", 1, 1): ("mesh.ici", "makes 4, but there are 1 devices;"),
+        ("", 1, 1): ("mesh.ici", "makes 4, but there is 1 device;"),
         ("mesh.ici.stage=4 mesh.ici.fsdp=-1", 6, 1): ("mesh.ici", "not divide the 6 devices;"),
         ("", 8, 2): ("mesh.dcn", "all axes 1 makes 1, but there are 2 slices;"),
-        ("mesh.dcn.data=2", 4, 1): ("mesh.dcn", "data=2 makes 2, but there are 1 slices;"),
+        ("mesh.dcn.data=2", 4, 1): ("mesh.dcn", "data=2 makes 2, but there is 1 slice;"),
         ("mesh.dcn.data=2", 16, 2): ("mesh.ici", "4, but there are 8 devices per slice;"),
     }
     refusals = {(w, n, s): problems(*w.split(), devices=n, slices=s) for w, n, s in table}

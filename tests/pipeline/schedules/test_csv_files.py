@@ -152,7 +152,7 @@ def test_load_csv_with_transfers_and_gathers_ignores_them_and_says_so_once(path,
         ("0F0,,,0B0\n,1F0,,70000B60000\n", "last chunk is 70000 .* there are only 4 units"),
         # Orders: stage 0 waits for the circle of the others.
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n", "wait for ever: .*2F1 for 1F1"),
-        ("0F0,0B0,0F0\n1F0,1B0\n", "0F0 is doubled, or no unit of stage 0"),
+        ("0F0,0B0,0F0\n1F0,1B0\n", "0F0 is twice on stage 0; drop one"),
         ("(0F0;0F1)OVERLAP_F_B\n1F0\n", r"row 1, column 1: '\(0F0;0F1\)OVERLAP_F_B' is not a unit"),
         ("0UNSHARD\n1UNSHARD\n", "the file has no units"),
     ],
