@@ -16,7 +16,9 @@ def test_load_schedule_has_w_units_if_the_catalogue_says_so(name):
 
 
 def test_load_schedule_of_an_unknown_name_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"pipeline.schedule='2f2b' is neither .* nor one of circular, gp"):
+    with pytest.raises(
+        ValueError, match=r"pipeline.schedule='2f2b' is neither .* nor one of circular, gp"
+    ):
         load_schedule("2f2b", 2, 4, 1)
 
 
