@@ -163,7 +163,7 @@ def test_missing_or_unusable_template_is_named(tmp_path):
         load_chat_template(str(file), "byte")
     for content, reason in {
         "{% for m in messages %}": "line 1: Unexpected end of template",
-        "{% break %}": "SyntaxError: 'break' outside loop",
+        "{% break %}": "line 11: 'break' outside loop",
     }.items():
         file.write_text(content)
         problem = rf"^data\.chat_template: \S*mine\.jinja is no chat template: {reason}"
