@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxpipe.storage.records import Damaged
+
 LINES_SHOWN = 20
 
 # Errors that may be transient, or are about this process rather than the file: of the file system,
@@ -25,8 +27,11 @@ def errno_of(error: BaseException) -> int | None:
 
 def brief(error: Exception) -> str:
     """Return an error on one line, without the places in TensorStore's source."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split()).partition(" [source locations=")[0]
-    return f"{type(error).__name__}: {text.partition(' [tensorstore')[0]}"
+    text = text.partition(" [tensorstore")[0]
+    return text if isinstance(error, Damaged) else f"{type(error).__name__}: {text}"
 
 
 class ReadError(RuntimeError):

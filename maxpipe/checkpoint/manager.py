@@ -334,8 +334,8 @@ class Checkpointer:
                 try:
                     restored = self._read(step, abstract_state, optional)
                 except CheckpointDamaged as error:
-                    damage[step] = str(error)
-                    self._log(damage[step])
+                    damage[step] = error.reason
+                    self._log(str(error))
                     continue
             if damage:
                 if jax.process_index() == 0:
@@ -349,7 +349,8 @@ class Checkpointer:
             return restored
         if not damage:
             raise NoCheckpoint(f"there is no checkpoint in {self.place}, and no sound replica")
-        reasons = "\n  ".join(("none of its steps can be loaded:", *damage.values()))
+        lines = (f"step {step}: {reason}" for step, reason in damage.items())
+        reasons = "\n  ".join(("none of its steps can be loaded:", *lines))
         remedy = "Put back a copy of that directory; to start from scratch delete it or choose"
         raise CheckpointDamaged(self.place, f"{reasons}\n{remedy} another run_name.")
 

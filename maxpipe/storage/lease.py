@@ -50,6 +50,7 @@ class LeaseDirectory:
 
     def __init__(self, path: Path):
         self._path, self._shown = Path(path).absolute(), str(path)
+        self._first: os.stat_result | None = None  # of the directory, when it was first used
 
     def __str__(self) -> str:
         return self._shown
@@ -64,10 +65,18 @@ class LeaseDirectory:
     def create(self, name: str, text: str) -> bool:
         """Create a file or object atomically; return false if there is one already."""
         self._path.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), (self._path / name).open("x", encoding="utf-8") as file:
-            file.write(text)
-            return True
-        return False
+        self._first, path = self._first or self._path.stat(), self._path / name
+        try:
+            file = path.open("x", encoding="utf-8")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(text)
+        except OSError:  # a full disk
+            path.unlink(missing_ok=True)
+            raise
+        return True
 
     def renew(self, name: str, text: str) -> None:
         """Set the time of the last change of a file or object that holds `text`."""
@@ -75,6 +84,12 @@ class LeaseDirectory:
 
     def remove(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
+
+    def is_gone(self) -> bool:
+        """Return whether the place itself was deleted or moved since its first `create`."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return self._first is None or not os.path.samestat(self._path.stat(), self._first)
+        return True
 
 
 class LeaseObjects:
@@ -106,6 +121,9 @@ class LeaseObjects:
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._ask("rm_file", name)
+
+    def is_gone(self) -> bool:
+        return False  # an object store has no directories
 
     def _ask(self, method: str, name: str, *values: bytes, **options: str) -> Any:
         call = getattr(self._store, method)
@@ -162,7 +180,9 @@ class Lease:
         """Renew the lease now, or set `lost`; a store that does not answer is asked again."""
         with suppress(Exception):
             entry = self._place.read(NAME)
-            if entry is None:
+            if entry is None and not self._place.is_gone():
+                self._place.create(NAME, self._text)  # only the lease was deleted
+            elif entry is None:
                 why = "was deleted or moved while this run was writing to it; it has ended"
                 self.lost = f"{self._place} {why}"
             elif entry[0] != self._text:
@@ -208,7 +228,7 @@ def acquire(
         message = f"{place} is in use by {holder}: wait until it has ended, stop it, or choose "
         in_use = ConfigError(Problem("run_name", f"{message}another run_name"))
         if (owner.host, owner.machine) == (holder.host, holder.machine):
-            if start_of_process(holder.pid) == holder.process_started:
+            if _is_alive(holder):
                 raise in_use
             reason = "which has ended"
         elif owner.job and owner.job == holder.job and owner.attempt > holder.attempt:
@@ -256,16 +276,25 @@ def machine() -> str:
         return platform.node()
 
 
+def _is_alive(owner: Owner) -> bool:
+    """Return whether an owner on this machine runs, or may run."""
+    try:
+        return start_of_process(owner.pid) == owner.process_started
+    except OSError:  # such as another user's that is hidden, or too many open files
+        return True
+
+
 def start_of_process(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, 0 without /proc; None if ended."""
+    """Return when a process started, in clock ticks since boot, 0 without /proc; None if ended.
+
+    Raises OSError if this cannot be found out.
+    """
     try:
         if not Path("/proc/self/stat").exists():
             os.kill(pid, 0)
             return 0
         # The name of the program, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except PermissionError:  # another user's
-        return 0
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] == b"Z" else int(fields[19])

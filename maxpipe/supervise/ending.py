@@ -212,7 +212,8 @@ class Interruption:
                     continue
                 if self._ends_now(number):
                     when = "again" if self._begun else "before the first step"
-                    why = f"{signal.Signals(number).name} {when}: nothing is saved"
+                    why = f"{signal.Signals(number).name} {when}: nothing more is saved; "
+                    why += "the next start goes on from the last checkpoint, if any"
                     _print(why)
                     leave(stop_code(number), why)
                 self._ask(number)

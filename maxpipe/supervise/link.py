@@ -28,6 +28,7 @@ SILENCE_SECONDS = 30.0
 
 _TICK_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0
+_SURE_SECONDS = 1.0  # a line heard this long after another one has claimed its seat: there are two
 _MAX_LINE = 200_000  # bytes
 
 _KINDS: dict[str, type[Report | Order]] = {kind.__name__: kind for kind in get_args(Report | Order)}
@@ -54,6 +55,7 @@ class Line:
     def __init__(self, connection: socket.socket, inbox: "Inbox"):
         self.member = -1  # the supervisor at its other side, once it has greeted
         self.heard = self._pinged = time.monotonic()
+        self.claimed = 0.0, 0.0  # since when, and when last, other lines have claimed its seat
         self._socket, self._inbox = connection, inbox
         self._socket.settimeout(SILENCE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -138,7 +140,7 @@ class Hub:
         if isinstance(message, Joined) and line.member < 0:
             line.member = message.member
             other = self._seats.setdefault(line.member, line)
-            if time.monotonic() - other.heard > 2 * PING_SECONDS:
+            if other is not line and not self._is_heard_again(other):
                 # Its host may have failed. This one comes again until that line is found lost.
                 line.close()
                 return
@@ -155,3 +157,11 @@ class Hub:
                     del self._seats[line.member]
                 with suppress(OSError):
                     line.send(refusal)
+
+    def _is_heard_again(self, line: Line) -> bool:
+        """Note that another line claims this one's seat; return whether both are alive."""
+        (since, last), now = line.claimed, time.monotonic()
+        if now - last > PING_SECONDS:  # another claim: who is sent away comes again within a second
+            since = now
+        line.claimed = since, now
+        return line.heard - since > _SURE_SECONDS

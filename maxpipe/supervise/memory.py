@@ -12,7 +12,6 @@ of the steps that were not named, the oldest step first. Imports no JAX.
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import socket
@@ -20,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -29,8 +28,7 @@ from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record
 from maxpipe.supervise.secret import CALLER, listening, prove
 
-# In memory on every Linux; elsewhere a disk has to do.
-_SHARED = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+_SHARED = Path("/dev/shm")  # in memory on every Linux
 _PREFIX, _LOCK = "maxpipe-replicas-", ".lock"
 _LOOK_SECONDS = 0.25
 _REACH_SECONDS = 10.0  # to reach a partner that does not have its order yet
@@ -51,23 +49,35 @@ def hold(directory: Path) -> None:
 
 @contextmanager
 def shared_memory() -> Iterator[Path]:
-    """Yield a new directory in memory, removed at the end, or by the next owner after a kill.
+    """Yield a new directory in memory, removed at the end, or by the next owner after a kill."""
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(_directory_in(_SHARED))
+        except OSError:  # there is none, or it is full: a disk has to do
+            directory = stack.enter_context(_directory_in(Path(tempfile.gettempdir())))
+        yield directory
 
-    The owner of each locks a file beside it, and the lock ends with the process.
-    """
-    for file in _SHARED.glob(f"{_PREFIX}*{_LOCK}"):
+
+@contextmanager
+def _directory_in(parent: Path) -> Iterator[Path]:
+    """The owner of each directory locks a file beside it, and the lock ends with the process."""
+    for file in parent.glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError), file.open("rb") as lock:  # others' cannot be opened, or are locked
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
             file.unlink()
-    with tempfile.NamedTemporaryFile(prefix=_PREFIX, suffix=_LOCK, dir=_SHARED) as owned:
-        fcntl.flock(owned, fcntl.LOCK_EX)
+    # Others may remove the file, such as systemd's RemoveIPC, which Python's own `delete` minds.
+    with tempfile.NamedTemporaryFile(
+        prefix=_PREFIX, suffix=_LOCK, dir=parent, delete=False
+    ) as owned:
         directory = Path(owned.name).with_suffix("")
         try:
+            fcntl.flock(owned, fcntl.LOCK_EX)
             hold(directory)
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+            Path(owned.name).unlink(missing_ok=True)
 
 
 def names_in(part: Path) -> set[str]:

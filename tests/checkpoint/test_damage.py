@@ -149,8 +149,9 @@ def test_restore_damaged_steps_that_nothing_replaces_raises_every_time(
     for _ in range(2):
         with pytest.raises(CheckpointDamaged, match="none of its steps can be loaded") as caught:
             checkpointer.restore(target)
-        assert f"checkpoint {copied}/20 is damaged: ValueError" in str(caught.value)
-        assert f"{copied}/10 is damaged: checksum of the record does not match" in str(caught.value)
+        lines = str(caught.value).splitlines()
+        assert lines[1].startswith("  step 20: ValueError: ")
+        assert lines[2] == "  step 10: checksum of the record does not match"
         assert checkpointer.steps() == [10, 20]
 
 

@@ -1,10 +1,13 @@
 """Leases of a directory: one owner at a time, and who may take over from whom. Without JAX."""
 
 import dataclasses
+import errno
 import os
 import re
 import threading
 import time
+from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -160,6 +163,35 @@ def test_lease_with_a_guard_left_by_a_killed_process_is_taken_over(place, lines)
     place.create(GUARD, "")
     acquire(place, Owner.this_process(), lines.append, sleep=Waiting()).release()
     assert names(place) == []
+
+
+def test_lease_removed_by_hand_is_made_again(place, objects, lines):
+    for store in (place, objects):
+        lease = acquire(store, Owner.this_process(), lines.append)
+        store.remove(NAME)
+        lease.verify()
+        assert (store.read(NAME) is not None, lease.lost) == (True, "")
+        lease.release()
+
+
+def test_lease_that_cannot_be_written_leaves_no_file(place, monkeypatch):
+    def open_on_full_disk(path, *_, **__):
+        path.touch()
+        return open("/dev/full", "w")
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        place.create(NAME, "text")
+    assert names(place) == []
+
+
+@pytest.mark.parametrize("error", [PermissionError(), OSError(errno.EMFILE, "too many")])
+def test_lease_of_a_process_that_cannot_be_seen_is_refused(place, lines, monkeypatch, error):
+    dead_owner(place)
+    owner = Owner.this_process()
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=error))
+    with pytest.raises(ConfigError, match="is in use by"):
+        acquire(place, owner, lines.append, sleep=pytest.fail)
 
 
 def test_lease_of_a_lost_directory_is_lost(lines, tmp_path):

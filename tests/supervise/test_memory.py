@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import tempfile
 import threading
 import time
 
@@ -27,6 +28,16 @@ def test_shared_memory_is_there_until_its_owner_ends(shared):
         assert here.stat().st_mode & 0o777 == 0o700
         with shared_memory():
             assert (here / "run").is_dir()
+        for file in shared.iterdir():  # as systemd's RemoveIPC does
+            file.unlink() if file.is_file() else shutil.rmtree(file)
+    assert [*shared.iterdir()] == []
+
+
+def test_shared_memory_that_has_no_room_is_on_disk(shared, monkeypatch):
+    monkeypatch.setattr(memory, "_SHARED", shared / "nothing")
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    with shared_memory() as here:
+        assert here.parent == shared
     assert [*shared.iterdir()] == []
 
 
