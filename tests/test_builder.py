@@ -52,7 +52,6 @@ def test_layout_of_layers_outside_on_mpmd_has_them_in_a_chunk():
 
 @pytest.fixture
 def in_file(tmp_path):
-    """in_file(schedule, repeats) -> values of a configuration that reads its table from a file."""
 
     def _in_file(schedule, repeats=1):
         values = PIPELINE | {"pipeline.schedule": schedule, "pipeline.num_repeats": repeats}

@@ -15,7 +15,6 @@ SLICES = [2, pytest.param(4, marks=pytest.mark.grid)]
 
 
 def resolved(path):
-    """Return the configuration resolved for its topology, and the chips of one slice."""
     config = load(path).config
     chips, slices = num_chips(config.compile.topology), config.compile.num_slices
     return resolve(config, chips * slices, slices), chips
@@ -102,7 +101,6 @@ class TestTpu:
 
 
 def assert_only_this_axis_leaves_the_slice(report, text, axis):
-    """Assert that collectives of `axis` alone send over 90 % of the bytes between slices."""
     crossing = [c for c in report["collectives"] if c["network"] == "dcn"]
     kinds = {"collective-permute"} if axis == "stage" else {"all-reduce", "reduce-scatter"}
     assert kinds & {c["kind"] for c in crossing}

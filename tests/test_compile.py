@@ -85,7 +85,6 @@ def check_prediction(report, text):
 
 
 def check_profile(report, page, trace):
-    """Check that a profile shows the whole step and the named parts of the program."""
     assert f"{report['predicted_step_seconds']:.4g} s a step" in page
     for text in ("attention", "mlp", "head", "optimizer", "maxpipe/model/layers.py:"):
         assert text in page

@@ -74,7 +74,6 @@ def test_workflow_has_a_job_for_each_config_for_a_slice(tmp_path):
 
 
 def resolve_for_its_slice(words):
-    """Return the configuration of a command of `maxpipe.compile` for the devices of its slices."""
     loaded = load(str(ROOT / words[0]), words[1:])
     topology = canonical_topology(loaded.config.compile.topology)
     slices = loaded.config.compile.num_slices

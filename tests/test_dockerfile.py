@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def instructions():
-    """Return (instruction, arguments) of the Dockerfile, continuation lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
         "\\\n", ""
     )
@@ -23,7 +22,6 @@ INSTRUCTIONS = instructions()
 
 
 def arguments(name):
-    """Return the arguments of every instruction called `name`."""
     return [text for instruction, text in INSTRUCTIONS if instruction == name]
 
 
@@ -53,7 +51,6 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 
 def release(version):
-    """Return a version as a list of numbers, for comparison."""
     return [int(part) for part in version.split(".")]
 
 

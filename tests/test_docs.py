@@ -123,7 +123,6 @@ OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, compiled_once):
-    """Yield a directory with the repository's files, in which the first run has been made."""
     directory = tmp_path_factory.mktemp("docs")
     lay_out(directory)
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +139,6 @@ def place(tmp_path_factory, compiled_once):
 
 @pytest.fixture(scope="module")
 def runs_of_pages(place):
-    """Return a function that makes the run that a command reads, once."""
 
     @functools.cache
     def make(name):
@@ -237,7 +235,6 @@ def test_one_way_rule_lists_every_package():
 
 
 def calls(text):
-    """Return name -> arguments of the calls that begin a line of code or a table's row."""
     matches = re.findall(r"^(?:\| `)?(\w+)\(([^)]*)\)", text, re.MULTILINE)
     return {name: arguments.split(", ") for name, arguments in matches}
 
@@ -312,5 +309,4 @@ def test_links_lead_to_files_and_headings():
 
 
 def slug(title):
-    """Return the anchor of a heading."""
     return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")

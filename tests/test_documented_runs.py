@@ -46,7 +46,6 @@ OTHER_SHAPES = ("base_model=hf:", "model.mla.")
 
 
 def small_words(command):
-    """Return the words that make a command's training small."""
     words = shlex.split(command)
     sizes = SMALL
     if any(word in LARGE for word in words):
@@ -91,7 +90,6 @@ def place(tmp_path_factory):
 
 
 def run(directory, words):
-    """Run a command in a directory, as a reader would; return what it printed."""
     environment = os.environ | {"PYTHONPATH": str(directory), "PYTHON": sys.executable}
     del environment["JAX_NUM_CPU_DEVICES"]  # set for the tests' own process
     done = subprocess.run(

@@ -21,14 +21,12 @@ _, needs_libtpu = tpu_aot
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return a run of one step."""
     directory = tmp_path_factory.mktemp("runs")
     assert train.main(command(directory, *ALONE)) == 0
     return directory / "base"
 
 
 def call(capsys, run_dir, *words, prompt="def "):
-    """Run the command; return exit code, standard output and standard error."""
     capsys.readouterr()
     code = exit_code(cli.main, [str(run_dir), f"--prompt={prompt}", *words])
     return code, *capsys.readouterr()

@@ -46,14 +46,12 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def part_of(module: str) -> str:
-    """Return the part of the house that a module belongs to; commands are one part."""
     parts = module.split(".")
     is_command = len(parts) < 2 or parts[1] not in TIER or parts[-1] == "__main__"
     return "commands" if is_command else parts[1]
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of all that a tree imports, lazily or not; no name of whole modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -90,7 +88,6 @@ def loaded_by() -> dict[str, set[str]]:
 
 
 def loads_slow_library(module: str) -> bool:
-    """Return whether the import of a module loads a library for which errors should not wait."""
     slow = {"jax", "flax", "optax", "orbax", "grain", "ortools"}
     reached, waiting = {module}, [module]
     while waiting:
@@ -102,7 +99,6 @@ def loads_slow_library(module: str) -> bool:
 
 
 def lazy_imports() -> Iterator[tuple[str, str, str]]:
-    """Yield (module, function, imported module) of every import inside a function."""
     for module, tree in trees().items():
         for function in functions_of(tree):
             for imported in modules_of(function):

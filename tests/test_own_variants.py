@@ -29,14 +29,12 @@ PATIENT = ("patient_1f1b", "stages=2", "microbatches=4")
 
 
 def run(directory, name, *words):
-    """Run a command in a directory, which Python does not search by itself."""
     with own_variants_forgotten(), contextlib.chdir(directory):
         return command(name).main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """Return a directory with the examples of docs/extending.md and a run that used them."""
     directory = tmp_path_factory.mktemp("mine")
     for name, text in titled_files("docs/extending.md").items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -75,7 +73,6 @@ def test_import_adds_variants_to_each_process_that_encodes(package, capfd):
 
 
 def refusal(directory, capsys, command, *words):
-    """Return what a command that ends with 2 prints to stderr."""
     with pytest.raises(SystemExit, match="2"):
         run(directory, command, *words)
     return capsys.readouterr().err

@@ -39,7 +39,6 @@ def path_of(name):
 
 
 def commands_of(name):
-    """Return the arguments of each `python -m maxpipe.train` in the preset's opening comment."""
     comment = path_of(name).read_text().partition("\nbase:")[0]
     text = re.sub(r"\\\n#", "", comment)
     return [
@@ -49,7 +48,6 @@ def commands_of(name):
 
 @functools.cache
 def for_slice(name):
-    """Resolve a preset for the number of chips that its comment names."""
     chips = int(re.search(r"\((\d+) chips\)", path_of(name).read_text())[1])
     return resolve(load(path_of(name)), chips)
 

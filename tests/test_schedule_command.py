@@ -13,7 +13,6 @@ from maxpipe.schedule import main
 
 @pytest.fixture
 def output(capsys):
-    """Return a function that runs the command successfully and returns what it printed."""
 
     def _output(*argv):
         assert main(argv) == 0
@@ -184,7 +183,6 @@ LARGE_HEAD = (str(CONFIGS / "models" / "qwen3-0.6b.yml"), "pipeline.schedule=1f1
 
 
 def figure(text, name):
-    """Return the first number of the line that starts with `name`."""
     (line,) = re.findall(rf"^{name} +(.*)$", text, re.MULTILINE)
     return float(line.split()[0])
 

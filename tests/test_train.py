@@ -21,7 +21,6 @@ AUTO = "pipeline.schedule=1f1b pipeline.layers_per_stage=auto"
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, compiled_once):
-    """Return the words of a command that trains six steps."""
     directory = tmp_path_factory.mktemp("train")
     options = {"steps": 6, "checkpoint": "{every: 2, keep: 10}", "eval": "{every: 3}"}
     return write_config(directory, telemetry="{log_every: 1, profile_steps: [3, 4]}", **options)
@@ -29,7 +28,6 @@ def words(tmp_path_factory, compiled_once):
 
 @pytest.fixture(scope="module")
 def finished(words):
-    """Return the directory of the finished run and what it printed."""
     printed = train(words)
     return output_dir(words) / "tiny", printed
 

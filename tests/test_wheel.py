@@ -17,7 +17,6 @@ SHORT += ("mesh.simulated_devices=2", "mesh.ici.fsdp=1")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Return a directory into which the wheel is installed, without its dependencies."""
     pytest.importorskip("setuptools", minversion="77", reason="builds the wheel")
     directory = tmp_path_factory.mktemp("wheel")
     source = copy_sources(directory / "source")
@@ -37,7 +36,6 @@ def copy_sources(directory):
 
 
 def run(site, directory, *words):
-    """Run Python with an installed wheel in another directory; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(site)}
     environment.pop("JAX_NUM_CPU_DEVICES", None)  # of the tests' own process
     command = [sys.executable, "-P", *words]

@@ -21,7 +21,6 @@ STEPS = (10, 20, 30)
 
 @pytest.fixture
 def directories(directory, samples):
-    """Return the directories of three committed steps."""
     checkpointer = Checkpointer(directory, CheckpointConfig(keep=3))
     for step in STEPS:
         samples.save(checkpointer, step)
@@ -58,7 +57,6 @@ def test_steps_of_other_models_have_no_mean(directories, samples, tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Return a run with three checkpoints, made on two stages."""
     directory = tmp_path_factory.mktemp("runs")
     words = "mesh.simulated_devices=0 mesh.ici.stage=2 mesh.ici.fsdp=4 steps=3 checkpoint.every=1"
     assert train.main(command(directory, *words.split())) == 0

@@ -15,7 +15,6 @@ from maxpipe.config.options import update
 
 @pytest.fixture
 def run(checkpointer, directory, samples):
-    """Return a run directory with steps 10 and 20, a damaged 15 and an unfinished step."""
     samples.save(checkpointer, 10, 20)
     checkpointer.wait()
     (directory / "15.damaged").mkdir()

@@ -17,7 +17,6 @@ SETTINGS = CheckpointConfig(every=10)
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory, samples):
-    """Save steps 10 and 20 in a directory that tests copy and never change."""
     directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
     checkpointer = Checkpointer(directory, SETTINGS)
     samples.save(checkpointer, 10, 20)

@@ -213,7 +213,6 @@ def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer,
 
 
 def intercept_commits(monkeypatch, action):
-    """Run `action` in every save, after the arrays are written and before the commit."""
     finalize = CompositeCheckpointHandler.finalize
 
     def intercepted(self, directory):

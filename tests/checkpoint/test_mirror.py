@@ -40,7 +40,6 @@ def mirror_url(store):
 
 
 def damage_copy(store, url, step, change):
-    """Replace the largest object of a step by change(it), or delete it for None."""
     contents = {path: store.cat_file(path) for path in store.find(f"{url}/{step}")}
     largest = max(contents, key=lambda path: len(contents[path]))
     changed = change(contents[largest])

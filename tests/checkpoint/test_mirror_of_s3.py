@@ -29,7 +29,6 @@ def test_restore_lost_directory_fetches_step_from_mirror(
 
 @pytest.fixture
 def mirrored(start, directory, samples, mirror_url):
-    """Return the URL of a run whose steps 10, 20 and a damaged 30 are in the store only."""
     checkpointer = start(10, 20, 30)
     mirror_of(checkpointer).set_aside(30, "damaged")
     shutil.rmtree(directory)

@@ -35,7 +35,6 @@ def test_retention_keeps_newest_regular_and_best_steps():
 
 @pytest.fixture
 def save(directory):
-    """Return a function that saves {step: loss} with a new checkpointer and returns its steps."""
 
     def _save(losses, **settings):
         checkpointer = Checkpointer(directory, CheckpointConfig(**settings))

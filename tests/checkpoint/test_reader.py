@@ -14,7 +14,6 @@ CONVERT = CheckpointConfig(convert_dtype=True)
 
 
 def with_dtypes(target, dtypes):
-    """Return the abstract state with other dtypes for some of its parameters."""
     params = {
         name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype), sharding=leaf.sharding)
         for name, leaf in target["params"].items()
@@ -24,7 +23,6 @@ def with_dtypes(target, dtypes):
 
 @pytest.fixture
 def saved(checkpointer, samples):
-    """Return the abstract state of a committed checkpoint."""
     samples.save(checkpointer, 10)
     checkpointer.close()
     return samples.abstract(samples.state(10))

@@ -21,7 +21,6 @@ def memory(tmp_path):
 
 @pytest.fixture
 def start(directory, memory, messages):
-    """Return start() -> a checkpointer of a new process, as after the death of the one before."""
 
     def _start(run=directory):
         return Checkpointer(
@@ -50,7 +49,6 @@ def steps_in(memory):
 
 
 def damage(memory, step):
-    """Change a byte in the middle of the largest file of a replica."""
     files = [path for path in next(memory.glob(f"*/{step}")).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

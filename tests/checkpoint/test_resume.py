@@ -37,7 +37,6 @@ MARK, DAMAGED = followed("10", ("job", 1)), CheckpointDamaged("runs/a/10", "no r
 
 
 def since(metas, resume="10", job=("job", 2)):
-    """Return `step_since` of steps with these metas; one that is an error is raised instead."""
 
     def record_of(step):
         if isinstance(metas[step], Exception):

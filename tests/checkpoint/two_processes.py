@@ -32,7 +32,6 @@ MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
 
 
 def abstract(split, copied):
-    """Return an abstract state whose arrays of devices have these shardings."""
     shardings = [NamedSharding(MESH, PartitionSpec(*spec)) for spec in (split, copied)]
     return {
         name: jax.ShapeDtypeStruct((8, 6), np.float32, sharding=sharding)

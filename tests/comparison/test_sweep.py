@@ -70,7 +70,6 @@ def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsy
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """Return what is called instead of beginning a run; `side_effect` has their exit codes."""
 
     begun = Mock()
     monkeypatch.setattr(sweep_module, "_run", begun)

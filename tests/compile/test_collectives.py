@@ -130,7 +130,6 @@ frontend_attributes={_xla_megascale_transfer_type="KIND"}
 
 
 def crossing(kind, target, mesh):
-    """Return what is found by the network that it is sent over."""
     words = target and f"_xla_megascale_target={target},"
     text = CROSSING.replace("KIND", kind.upper().replace("-", "_")).replace("TARGET", words)
     return {c.network: c for c in find_collectives(parse(text), mesh)}

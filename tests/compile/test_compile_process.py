@@ -22,7 +22,6 @@ compile_configuration("", print)
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Return a function that makes a shell script the compiler, and returns its file."""
     file = tmp_path / "compiler"
 
     def _compiler(script):

@@ -31,7 +31,6 @@ def test_knobs_are_legal_and_save_what_they_say():
 
 
 def gains_of(written, bound_mfu, devices=2, capacity=95 * GIB, tpu=None):
-    """Return the gains of a step that needs what the estimate says."""
     resolved = with_gather_mode(resolve(written, devices), tpu)
     memory = estimate(resolved, tpu).total, capacity
     return gains(written, resolved, (devices, 1), tpu, memory, bound_mfu)
@@ -51,7 +50,6 @@ def test_gains_save_more_fit_and_are_faster():
 
 
 def layer_flops(mlp):
-    """Return the FLOPs of products with weights and of attention in a layer's forward."""
     return 2 * 64 * (4 * 64 + mlp) + 2 * 64 * 64
 
 

@@ -21,7 +21,6 @@ TOPOLOGY = ["--topology", "v5p:2x2x1"]
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Return what is compiled: (configuration, imported modules); it does not fit v5e:2x2."""
     calls = []
 
     def compile_whole(text, note, imports):

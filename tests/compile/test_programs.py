@@ -38,7 +38,6 @@ LARGE = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The directory that the command fills, with its report."""
     directory = tmp_path_factory.mktemp("programs")
     flags = ["--programs", str(directory), "--json", str(directory / "report.json")]
     assert command.main(["configs/base.yml", *SMALL, *flags]) == 0

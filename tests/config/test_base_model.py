@@ -15,7 +15,6 @@ ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a tiny Gemma 3, with a tokenizer that has a chat template."""
     path = tmp_path / "model"
     write_tokenizer(path)
     (path / "config.json").write_text(json.dumps(recorded("gemma3")["config"]))

@@ -24,7 +24,6 @@ def fewer(base):
 
 
 def shape(config):
-    """Return data, fsdp, stage, over all slices, and the number of microbatches."""
     sizes = [config.mesh.size(axis) for axis in ("data", "fsdp", "stage")]
     return (*sizes, config.pipeline.num_microbatches)
 

@@ -93,7 +93,6 @@ def test_replace_raises_all_problems_at_once():
 
 
 def recorded(config):
-    """Return a configuration as it comes back from the record of a checkpoint."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 

@@ -23,7 +23,6 @@ def here(tmp_path, monkeypatch):
 
 
 def value_of(file, key, text, *words):
-    """Return the value of a key that a file of that name has."""
     with open(file, "w") as opened:
         opened.write(f"{key}: {text!r}\n" if isinstance(text, str) else f"{key}: {text}\n")
     source = ["data.source=text"] if key == "data.path" else []

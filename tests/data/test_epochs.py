@@ -20,7 +20,6 @@ LENGTHS = (5, 70, 33, 1, 118, 64)
 
 @pytest.fixture
 def words(tmp_path):
-    """Return the words of a tiny run on a few documents; its file has no steps."""
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in LENGTHS))
     config, *others = write_config(tmp_path)

@@ -32,7 +32,6 @@ def kinds(config, saved):
 
 
 def recorded(config):
-    """Return a fingerprint as it comes back from a checkpoint, from which nothing has changed."""
     saved = json.loads(json.dumps(fingerprint_data(config).to_json()))
     assert kinds(config, saved) == []
     return saved

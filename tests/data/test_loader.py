@@ -24,7 +24,6 @@ from maxpipe.data.loader import (
 
 @pytest.fixture
 def make_config(tmp_path):
-    """Return what configures training on 23 texts of many lengths, all different if not empty."""
     for i in range(23):
         text = "".join(chr(97 + (i + j) % 26) for j in range(i * i % 37))
         (tmp_path / f"{i:02}.txt").write_text(text)

@@ -54,7 +54,6 @@ def test_shares_sum_to_round_and_are_at_least_1():
 
 @pytest.fixture
 def config(tmp_path):
-    """Return a config of two sources: capital letters, and digits three times as often."""
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text("ABCDEFGHIJ"[i] * (i + 3))
     lines = "".join(f'{{"text": "{str(i % 10) * (i % 5 + 2)}"}}\n' for i in range(40))

@@ -13,7 +13,6 @@ PAD = -1
 
 
 def _framed(lengths):
-    """Return ids that name document and position: 1000 * document + position."""
     return [1000 * i + np.arange(n + 2 if n else 0, dtype=np.int32) for i, n in enumerate(lengths)]
 
 

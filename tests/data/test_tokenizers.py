@@ -121,7 +121,6 @@ def test_byte_tokenizer_any_text_round_trips(text):
 
 
 def _byte_level(path, **options):
-    """Return a tokenizer of bytes with a token of its own, "jümps"."""
     plain = write_byte_pairs(path.parent, "the quick für 🙂 fox", ["</s>"], size=300)
     tokenizer = Tokenizer.from_file(str(plain))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)

@@ -44,7 +44,6 @@ def test_job_of_process_is_named_by_launcher_or_slurm(monkeypatch):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Return a function that sets variables, in an environment that says nothing."""
     coordinator = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     others = ("MAXPIPE_DISTRIBUTED", "TPU_WORKER_HOSTNAMES", *CLUSTER_VARIABLES, *SLURM)
     for name in (*coordinator, *others):

@@ -69,7 +69,6 @@ class OneSlice(FakeDevice):
 
 
 def mesh_of_processes(processes, **sizes):
-    """Build the mesh of four fake devices, which belong to these processes, for two stages."""
     engine = {"pipeline.schedule": "1f1b", "pipeline.num_microbatches": 2}
     config = tiny(**engine, **{f"mesh.ici.{axis}": size for axis, size in sizes.items()})
     devices = [OneSlice(i, process_index=p) for i, p in enumerate(processes)]

@@ -40,7 +40,6 @@ TINY = (
 
 
 def _save(directory: Path, *words: str) -> Path:
-    """Write what a run on conversations keeps, with random weights; return its directory."""
     config = resolve(load(str(FINETUNE), [*TINY, f"output_dir={directory}", *words]), 1)
     run = RunDirectory(config)
     run.claim()
@@ -58,7 +57,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run with a tokenizer and a template that are gone after it."""
     directory = tmp_path_factory.mktemp("own")
     tokenizer = write_byte_pairs(directory, "What does it do?\n", SPECIALS, size=300)
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')

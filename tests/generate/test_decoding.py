@@ -59,7 +59,6 @@ class Case:
         self.prefill, self.step = jax.jit(decoder.prefill), jax.jit(decoder.step)
 
     def logits(self, tokens, prompt):
-        """Return logits [B, T - prompt + 1, V] after each token from number `prompt` - 1 on."""
         found, cache = self.prefill(self.params, tokens[:, :prompt], prompt)
         all_found = [found]
         for position in range(prompt, tokens.shape[1]):

@@ -46,7 +46,6 @@ def _request(*arguments):
 
 
 def _direct(model, context, scored):
-    """Return log-likelihood and whether it is greedy, from the logits of the whole text."""
     ids = [*context, *scored]
     logits = np.asarray(model.logits([ids[:-1]]), np.float64)[0, len(context) - 1 :]
     likelihood = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -21,7 +21,6 @@ PROMPT = "def f("
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a run of two stages with two chunks each, after two steps."""
     words = write_config(tmp_path_factory.mktemp("model"), steps=2, checkpoint="{every: 1}")
     words += ["mesh.simulated_devices=8", "mesh.ici.fsdp=4", "optimizer.learning_rate=0.05"]
     run = maxpipe.Run(maxpipe.load_config(*words))

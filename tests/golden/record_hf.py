@@ -42,7 +42,6 @@ def model_of(name: str) -> transformers.PreTrainedModel:
 
 
 def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
-    """Give a model the weights that the names of its tensors in files stand for."""
     drawn = weights(shapes_of(model), is_gemma=is_gemma)
     # A selection bias of experts is a buffer.
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in drawn]
@@ -53,7 +52,6 @@ def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
 
 
 def shapes_of(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of tensors as in files, where each expert has tensors of its own."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(f"{folder}/model.safetensors", "pt") as file:
@@ -80,7 +78,6 @@ def _joined(name: str, drawn: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -> float:
-    """Return the root mean square of what tensors in bfloat16 change in logits, as their share."""
     with torch.no_grad():
         exact = model(text).logits
         for parameter in model.parameters():
@@ -120,7 +117,6 @@ def loss_of(model: transformers.PreTrainedModel, step: int) -> torch.Tensor:
 
 
 def gradients_of(model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
-    """Return the gradients of the first step's loss, by the names of tensors."""
     model.zero_grad()
     loss_of(model, 0).backward()
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
@@ -150,7 +146,6 @@ def train() -> list[float]:
 
 
 def record_training() -> None:
-    """Write the losses of `train`, and of each first gradient its norm and its inner product."""
     gradients = gradients_of(model_of(TRAINED))
     numbers = {
         name: {"norm": np.linalg.norm(g).item(), "product": (g * probe(name, g.shape)).sum().item()}

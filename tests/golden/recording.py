@@ -61,7 +61,6 @@ def _words(name: str, words: str) -> list[str]:
 
 
 def store_runs(directory: Path) -> None:
-    """Train each stored run to its checkpoint and keep its directory, without event files."""
     jobs = {name: _words(name, words) for name, words in STORED_RUNS.items()}
     run_all(jobs, directory)
     for name in jobs:
@@ -71,7 +70,6 @@ def store_runs(directory: Path) -> None:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the machine and packages of a recording, the reason of each time, and its values."""
     return json.loads((VALUES / f"{name}.json").read_text())
 
 
@@ -89,6 +87,5 @@ def save(name: str, values: Values, reason: str) -> None:
 
 
 def tolerance(name: str) -> float:
-    """Return the relative tolerance of a name on any machine."""
     is_bfloat16 = "model.dtype=bfloat16" in CONFIGURATIONS.get(name, "")
     return BFLOAT16_TOLERANCE if is_bfloat16 else TOLERANCE

@@ -19,7 +19,6 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Name -> values with the current code, of the names that are asked for in this session."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     names = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     directory = tmp_path_factory.mktemp("golden")

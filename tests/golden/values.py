@@ -79,7 +79,6 @@ def differences(recorded: Values, actual: Values) -> dict[str, float]:
 
 
 def above(found: dict[str, float], tolerance: float) -> dict[str, float]:
-    """Select the differences above a tolerance, which is `STATE_FACTOR` times wider for state."""
     factors = {key: STATE_FACTOR if key.startswith("opt_state.") else 1 for key in found}
     return {k: size for k, size in sorted(found.items()) if not size <= tolerance * factors[k]}
 

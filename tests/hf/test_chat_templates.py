@@ -87,7 +87,6 @@ def test_reasoning_has_the_names_that_transformers_gives_it(folder, transformers
 
 
 def export_of(config, name, target, **values):
-    """Write what an export of a run has besides weights, into a new directory."""
     run = replace(config, run_name=name, **values)
     directory = RunDirectory(run)
     directory.claim()

@@ -16,7 +16,6 @@ ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return the folder of a tiny Gemma 3, whose file may be changed: folder(key=value)."""
 
     def _folder(**changes):
         path = tmp_path / "model"

@@ -40,7 +40,6 @@ def folder(tmp_path):
 
 
 def empty_state(trainer):
-    """Return a state to be filled; of one program zeros, which need no compilation."""
     if isinstance(trainer, MpmdTrainer):
         return trainer.init(jax.random.key(0))
     return jax.tree.map(

@@ -32,7 +32,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def stored(s3, folder, request):
-    """Return the bucket's name for the folder, which is uploaded to it."""
     s3.create_bucket(Bucket="models")
     for file in folder.iterdir():
         s3.upload_file(str(file), "models", f"tiny/{file.name}")

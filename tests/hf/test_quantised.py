@@ -22,7 +22,6 @@ E, WIDTH, GROUPS = 2, 3, 2  # experts, rows of the packed matrix, blocks of each
 
 
 def in_fp8(rows, columns, seed=0):
-    """Return random (e4m3 [rows, columns], scales of their blocks, what they stand for)."""
     rng = np.random.default_rng(seed)
     numbers = rng.standard_normal((rows, columns)).astype(ml_dtypes.float8_e4m3fn)
     shape = [-(-size // width) for size, width in zip((rows, columns), BLOCK, strict=True)]
@@ -32,7 +31,6 @@ def in_fp8(rows, columns, seed=0):
 
 
 def in_mxfp4(experts, width, groups, seed=0):
-    """Return random (blocks, scales, what they stand for [E, 32 groups, width])."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, (experts, width, groups, 32)).astype(np.uint8)
     scales = rng.integers(118, 128, (experts, width, groups)).astype(np.uint8)
@@ -107,7 +105,6 @@ def test_numbers_equal_those_of_transformers(torch, transformers):
 
 
 def of_deepseek(tmp_path):
-    """Return (folder of a DeepSeek-V3 whose matrices of experts are fp8, what these stand for)."""
     path = write_folder(tmp_path / "model", "deepseek_v3")
     tensors = {n: np.array(x.read()) for n, x in read_folder(LocalFolder(path)).items()}
     values = {}

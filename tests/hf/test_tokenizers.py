@@ -32,7 +32,6 @@ PROCESSORS = [
 
 
 def _named(draw, **marks):
-    """Return drawn names of special tokens; `marks` are in those that are objects."""
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     return {
         kind: draw.choice([token, {"content": token, "lstrip": False, **marks}])

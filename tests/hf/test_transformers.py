@@ -54,7 +54,6 @@ def torch_model(record_hf, name, content, tmp_path):
 
 
 def save_tokenizer(folder, transformers):
-    """Write a tokenizer whose tokens are characters, and which puts <s> before a text."""
     characters = [chr(ord("0") + i) for i in range(VOCAB_SIZE - len(SPECIAL))]
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

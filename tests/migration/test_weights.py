@@ -46,7 +46,6 @@ def config_of(tmp_path):
 
 
 def parameters_of(config):
-    """Return a configuration's parameters on one device."""
     program, weights = ModelProgram(config.model), MaxTextWeights(config)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     layers = config.model.num_layers

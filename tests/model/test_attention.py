@@ -39,7 +39,6 @@ def qkv(seed=0):
 
 
 def make(**values):
-    """(apply, params, x) of an attention layer."""
     config = tiny(**values).model
     apply, specs = split_module(lambda: Attention(config, dot_product_attention))
     params = init_params(specs, jax.random.key(0))

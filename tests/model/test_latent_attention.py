@@ -27,7 +27,6 @@ POSITIONS = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], np.int32)
 
 
 def make(attention=dot_product_attention, **values):
-    """(config, apply, params, x)."""
     config = tiny(**WIDTHS | values).model
     apply, specs = split_module(lambda: LatentAttention(config, attention))
     params = init_params(specs, jax.random.key(0))
@@ -41,7 +40,6 @@ def norm(x, scale):
 
 
 def turned(x, position):
-    """Rotate neighbouring pairs of x [..., R], as complex numbers."""
     frequencies = 10000.0 ** -(np.arange(0, R, 2) / R)
     z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * position * frequencies)
     return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)

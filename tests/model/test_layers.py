@@ -11,7 +11,6 @@ from maxpipe.model.parameters import init_params, split_module
 
 
 def norm(*sizes, **options):
-    """Return (apply, specs) of a norm."""
     return split_module(lambda: RMSNorm(*sizes, eps=1e-3, dtype="float32", **options))
 
 

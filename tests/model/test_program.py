@@ -21,7 +21,6 @@ def make(**values):
 
 
 def activations(program, params, batch):
-    """Output of the last layer, [B, T, D]."""
     positions, segments = jnp.asarray(batch["positions"]), jnp.asarray(batch["segment_ids"])
     side = SideInputs(positions, segments, jnp.arange(len(batch["tokens"])))
     x = program.embed(params, jnp.asarray(batch["tokens"]))
@@ -71,7 +70,6 @@ X = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32) * 3
 
 
 def head(**values):
-    """Return (loss, cross-entropy, logits, weights of targets, their logits) of `X`."""
     program, params = make(**values)
     batch = make_batch(3)
     targets, weights = batch["targets"], batch["weights"]

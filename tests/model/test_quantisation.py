@@ -20,7 +20,6 @@ TOKENS = (2, 3)
 
 
 def operands(contracted, dtype=jnp.float32):
-    """Return x, whose tokens differ in size, a weight, whose channels do, and a cotangent."""
     keys = jax.random.split(jax.random.key(0), 5)
     x_shape, w_shape = SHAPES[contracted]
     outputs = w_shape[contracted:]
@@ -40,7 +39,6 @@ def product(form, contracted, *, is_full=False):
 
 
 def rms_error(actual, exact, sizes):
-    """Return the root mean square of the error over that of the product, each over its size."""
     exact = np.asarray(exact, np.float64) / sizes
     difference = np.asarray(actual, np.float64) / sizes - exact
     return np.sqrt(np.mean(difference**2) / np.mean(exact**2))
@@ -78,7 +76,6 @@ def test_full_quantises_the_gradient_of_activations_and_not_that_of_weights(form
 
 
 def operand_dtypes(jaxpr):
-    """Yield the dtypes of both operands of every matrix product."""
     for eqn in open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "dot_general":
             yield tuple(v.aval.dtype.name for v in eqn.invars)

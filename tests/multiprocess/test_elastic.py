@@ -35,14 +35,12 @@ def words(directory, *more):
 
 
 def place_of(pid):
-    """Return the variables by which a process finds the others of its run."""
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     named = dict(variable.partition("=")[::2] for variable in variables)
     return {name: value for name, value in named.items() if name.startswith("JAX_")}
 
 
 def train_on(process, directory, steps):
-    """Wait until a run has done some more steps."""
     until = time.monotonic() + DEADLINE_SECONDS
     last = max(losses(directory / "base")) + steps
     while max(losses(directory / "base")) < last:
@@ -52,7 +50,6 @@ def train_on(process, directory, steps):
 
 
 def compiled_steps(output):
-    """Return how many train steps JAX has compiled in each attempt."""
     attempts = output.split("starts attempt")[1:]
     return [attempt.count("Finished XLA compilation of jit(train_step)") for attempt in attempts]
 

@@ -23,7 +23,6 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def words(directory, processes, *more):
-    """Return the arguments of an endless run that would wait for a lost process for minutes."""
     mesh = (f"mesh.simulated_devices={processes}", f"mesh.ici.data={processes}")
     waits = ("mesh.heartbeat_timeout_seconds=600", f"telemetry.step_deadline_seconds={DEADLINE}")
     return command(
@@ -32,7 +31,6 @@ def words(directory, processes, *more):
 
 
 def codes_after_a_hang(processes, seconds):
-    """Return exit codes of processes that end soon after one says that it hangs, if any does."""
     began = time.monotonic()
     while not any("\nhung" in process.output for process in processes):
         assert time.monotonic() - began < seconds, [process.output for process in processes]

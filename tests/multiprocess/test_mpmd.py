@@ -65,7 +65,6 @@ Loader.__next__ = next_batch
 
 @pytest.fixture
 def one_core():
-    """Let this process, and those that it starts, use one core only."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield

@@ -25,7 +25,6 @@ EXPERTS = {
 
 
 def case_of(name, stages, fsdp, **values):
-    """Return a model of two layers a stage, with two chunks there if the schedule has repeats."""
     return {
         "pipeline.engine": "mpmd",
         "pipeline.schedule": name,
@@ -40,7 +39,6 @@ def case_of(name, stages, fsdp, **values):
 
 
 def from_csv(directory, stages, fsdp):
-    """Return a case with the table of `zb_h1` from a file."""
     table = build_table(tiny(**case_of("zb_h1", stages, fsdp)))
     file = directory / "table.csv"
     file.write_text(to_csv(table))
@@ -48,14 +46,12 @@ def from_csv(directory, stages, fsdp):
 
 
 def uneven(stages, fsdp):
-    """Return a case with one layer more on the last stage, and the table of embeddings on both."""
     sizes = [2] * (stages - 1) + [3]
     layers = {"pipeline.layers_per_stage": sizes, "model.num_layers": sum(sizes)}
     return case_of("1f1b", stages, fsdp, **layers, **{"model.tie_embeddings": True})
 
 
 def tied_and_uneven_v(stages, fsdp):
-    """Return a case whose first stage holds the last chunk, too, with dropout."""
     sizes = [1] * (2 * stages - 1) + [2]
     layers = {"pipeline.layers_per_stage": sizes, "model.num_layers": sum(sizes)}
     other = {"model.tie_embeddings": True, "model.dropout": 0.2}

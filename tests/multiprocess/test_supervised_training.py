@@ -32,7 +32,6 @@ def words(directory, *more):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return the directory of a run of `words` that loses no trainer."""
     directory = tmp_path_factory.mktemp("undisturbed")
     output_of(directory, words(directory, "run_name=whole"), [0, 0])
     return directory / "whole"
@@ -82,7 +81,6 @@ def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
 
 
 def memory_of(trainer):
-    """Return the directory in memory that a trainer's supervisor has made, from its environment."""
     variables = Path(f"/proc/{trainer}/environ").read_text().split("\0")
     (own,) = [v.partition("=")[2] for v in variables if v.startswith("MAXPIPE_MEMORY=")]
     return Path(own).parent

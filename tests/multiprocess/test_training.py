@@ -67,7 +67,6 @@ sys.exit(train.main([word for word in sys.argv[1:] if word.split("=")[0] not in 
 
 
 def train(tmp_path, processes, arguments, name):
-    """Start some processes and wait until all have ended."""
     if processes > 1:
         return output_of(tmp_path, arguments, [0] * processes, name)
     code, output = run(tmp_path / f"{name}.log", arguments)
@@ -81,7 +80,6 @@ HERE = ("mesh.simulated_devices=0", "mesh.ici.fsdp=4")  # in this process
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the losses of one process that trains without a stop; schedules do not differ."""
     directory = tmp_path_factory.mktemp("whole")
     assert command_line.main(command(directory, *RESUMED, *HERE)) == 0
     return losses(directory / "base")

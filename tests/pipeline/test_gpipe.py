@@ -51,7 +51,6 @@ def summed(module, x, *args, **kwargs):
 
 
 def assert_close(a, b):
-    """max|a - b| is at most 1e-5 of max|b|, in every leaf."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b))), a, b
     )
@@ -87,7 +86,6 @@ def test_execute_pipeline_with_waiting_stages_has_finite_gradients():
 
 
 def assert_equals_in_turn(piped, plain, parameters):
-    """Assert that results and gradients of a pipeline are those of its stages in turn."""
     assert_close(piped(parameters, batch()), plain(parameters, batch()))
     actual, expected = (
         jax.grad(lambda p, f=f: jnp.sum(f(p, batch()) ** 2))(parameters) for f in (piped, plain)

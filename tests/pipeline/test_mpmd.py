@@ -71,7 +71,6 @@ def step_of(loss, of="1f1b", sizes=(1, 1, 1), **options):
 
 
 def assert_equals_plain(step, loss=chain):
-    """Assert that a step has the loss and gradients of the plain function, and return them."""
     results = step(chain_params(), chain_batch())
     assert_close(results, jax.value_and_grad(loss)(chain_params(), chain_batch()))
     return results

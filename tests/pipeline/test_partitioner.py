@@ -57,7 +57,6 @@ join.lower(x).compile()
 
 
 def compiler_log(*command):
-    """Return standard error of a command, without a cache that would leave out the partitioner."""
     env = {n: v for n, v in os.environ.items() if not n.startswith("JAX_COMPILATION_CACHE")}
     env |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings
     done = subprocess.run(

@@ -41,7 +41,6 @@ def split(make, f, weights, inputs):
 
 
 def residuals_of(f, weights, inputs=()):
-    """Check the backward against `jax.vjp`; return shapes and dtypes of the residuals, sorted."""
     whole, residuals, cotangent, expected = split(SplitVjp, f, weights, inputs)
     assert_close(jax.jit(whole.backward)(residuals, weights, inputs, cotangent), expected)
     return kinds(residuals)

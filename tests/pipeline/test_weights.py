@@ -22,7 +22,6 @@ def setting():
 
 
 def spec_of(x):
-    """Return the spec without trailing None, which JAX may drop."""
     entries = list(x.sharding.spec)
     while entries and entries[-1] is None:
         entries.pop()

@@ -40,7 +40,6 @@ V5P = Device()
 
 
 def config_of(**values):
-    """Return two lockstep stages with weights split over four devices, in three microbatches."""
     words = "engine=scheduled schedule=lockstep_1f1b num_repeats=1 num_microbatches=3"
     return tiny(f"{words} stage=2 fsdp=4 global_batch_size=48", **values)
 
@@ -59,12 +58,10 @@ TPU = Tpu(95 * GIB, 8)
 
 @pytest.fixture
 def no_memory_is_idle(monkeypatch):
-    """Whole weights may take a small share of a device alone."""
     monkeypatch.setattr(choices, "IDLE_SHARE", 0.0)
 
 
 def decided(device=V5P, **values):
-    """Return (mode, notes)."""
     notes = []
     config = with_gather_mode(config_of(**values), tpu_of([device]), notes.append)
     return config.pipeline.fsdp_gather, notes
@@ -104,7 +101,6 @@ def test_auto_gathers_per_iteration_where_memory_is_short(monkeypatch):
 
 
 def more(mode, **values):
-    """Return what a mode takes more than `per_iteration`, as a share of a device's memory."""
     tpu = tpu_of([V5P])
     whole, iteration = (
         estimate(config_of(**values, **{KEY: mode}), tpu).total for mode in (mode, "per_iteration")
@@ -192,7 +188,6 @@ def test_a_mode_as_told_needs_no_words_and_engines_never_see_auto():
 
 
 def in_steps(device=V5P, **values):
-    """Return (whether weights are gathered in steps, notes)."""
     notes = []
     return gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
 
@@ -222,7 +217,6 @@ def test_prefetch_is_off_without_a_word_where_nothing_is_decided_about_steps():
 
 
 def cheap(tpu, **values):
-    """Return (value, notes)."""
     notes = []
     config = with_remat_cheap(config_of(**values), tpu, notes.append)
     return config.pipeline.remat_cheap, notes

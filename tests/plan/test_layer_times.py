@@ -37,7 +37,6 @@ class Compiled:
         return self._backward(self._block, self.layer, *argnums) - self.forward()
 
     def first_layer(self):
-        """Return the FLOPs of a first dense layer: forward, and backward with both gradients."""
         layer = self.outer["embed"]["first"]["0"]
         forward = flops(self._first_block, layer, self.x, self.side)
         return forward, self._backward(self._first_block, layer, 0, 1) - forward
@@ -50,7 +49,6 @@ class Compiled:
         return flops(both, layer, self.x, self.side, self.x)
 
     def trained(self):
-        """Return the FLOPs of a backward with gradients for what is trained and for the input."""
 
         def both(moving, layer, x, side, gradient):
             def f(moving, x):
@@ -80,7 +78,6 @@ def flops(f, *args):
 
 @pytest.fixture(scope="module")
 def config():
-    """Wide enough that matrix products dominate; no recomputation, which depends on the chunk."""
     wide = {"model.embed_dim": 512, "model.num_kv_heads": 2, "model.mlp_dim": 1024}
     wide |= {"model.vocab_size": 2048, "model.dtype": "float32"}
     return config_of(**wide, **{"pipeline.remat_policy": "none"})
@@ -93,7 +90,6 @@ def compiled(config):
 
 @pytest.fixture(scope="module")
 def unit(config):
-    """A forward's products with weights, and the masked half of attention, which CPUs compute."""
     model, tokens = config.model, ROWS * config.data.sequence_length
     heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
     weights = model.embed_dim * (2 * heads + 2 * kv_heads + 3 * model.mlp_dim)

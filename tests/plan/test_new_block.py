@@ -66,7 +66,6 @@ def config_of(block="wide", **values):
 
 
 def both(function):
-    """The function of a configuration with the new block and with the Llama block."""
     return function(config_of()), function(config_of("llama"))
 
 

@@ -10,14 +10,12 @@ from maxpipe.plan.auto_stages import balance_layers, chunk_sizes, lightened
 
 
 def choices(total, stages):
-    """All numbers of layers, 0 included, that add up."""
     for bars in combinations(range(total + stages - 1), stages - 1):
         ends = [*bars, total + stages - 1]
         yield [end - begin - 1 for begin, end in zip([-1, *ends], ends, strict=False)]
 
 
 def spread(costs, layers):
-    """(largest cost, sum of squares) of a choice."""
     mine = [costs[s][n] for s, n in enumerate(layers)]
     return max(mine), sum(cost**2 for cost in mine)
 

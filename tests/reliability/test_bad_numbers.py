@@ -19,7 +19,6 @@ def run(tmp_path, *words):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Return a function (first, last) that makes the weights of these batches not finite."""
 
     def _poison(first, last):
         original, served = BatchPlacer.__call__, []
@@ -128,7 +127,6 @@ def test_train_non_finite_parameters_of_a_run_without_checkpoints_end_with_42(tm
 
 
 def judge(values):
-    """Return which of the losses are accepted."""
     spikes = SpikeFilter(OptimizerConfig(spike_window=16, spike_deviations=6.0))
     history, accepted = spikes.init(), []
     for value in values:

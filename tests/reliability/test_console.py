@@ -31,7 +31,6 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def read_one_line(words, environment=None):
-    """Run a command whose reader ends after a line; return its exit code and standard error."""
     with subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,

@@ -28,7 +28,6 @@ def run(directory, *words):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, compiled_once):
-    """Return the directory of a run that never stopped or went back."""
     directory = tmp_path_factory.mktemp("whole")
     assert run(directory) == 0
     return directory / "base"
@@ -36,7 +35,6 @@ def whole(tmp_path_factory, compiled_once):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, compiled_once):
-    """Return the directory of a run that was stopped after step 8, to be copied."""
     directory = tmp_path_factory.mktemp("stopped")
     assert run(directory, "stop_after=8") == 0
     return directory / "base"
@@ -44,13 +42,11 @@ def stopped(tmp_path_factory, compiled_once):
 
 @pytest.fixture
 def root(stopped, tmp_path):
-    """Return the directory of a run of its own that was stopped after step 8."""
     return shutil.copytree(stopped, tmp_path / "base")
 
 
 @pytest.fixture
 def attempt(monkeypatch):
-    """Return a function that names job and attempt to the starts that follow."""
 
     def _attempt(number, job="job"):
         monkeypatch.setenv("MAXPIPE_JOB", job)
@@ -154,7 +150,6 @@ class TestRowsOfMetrics:
 
     @pytest.fixture(scope="class")
     def second(self, tmp_path_factory, compiled_once):
-        """Return the losses of a run that went back to step 2 with another learning rate."""
         directory = tmp_path_factory.mktemp("second")
         assert run(directory, "stop_after=2") == 0
         assert run(directory, OTHER) == 0

@@ -1,33 +1,27 @@
 """Wrong, hostile or damaged words, YAML and schedules end soon with lines that name keys.
 
-They end with exit code 2, take no memory and show no traceback. FUZZ_CASES=5000 runs that many
-random cases of each kind instead of a few.
+They end with exit code 2, take no memory and show no traceback. FUZZ_CASES=5000 draws that many
+damaged tables instead of a few.
 """
 
 import contextlib
 import os
 import random
-import re
 import time
 
 import pytest
 from helpers.training_process import BASE
 
-from maxpipe.config import ConfigError, load, resolve
-from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.config import ConfigError, load
 from maxpipe.pipeline.schedules.csv_files import csv_sizes, load_csv, to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError
 
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
 DEADLINE_SECONDS = 5  # of this process's time, so that a busy machine does not matter
-OWN_KEYS = re.compile(
-    "|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True)))
-)
 
 
 def refusal(*words, text=None, tmp_path=None):
-    """Return the message for words or for a file's text, and check that it came in time."""
     file = BASE
     if text is not None:
         file = tmp_path / "config.yml"
@@ -64,28 +58,6 @@ def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
 )
 def test_load_value_that_nothing_can_hold_is_refused(word, message):
     assert message in refusal(word)
-
-
-PIECES = (
-    *("[", "]", "{", "}", ":", ": ", "- ", "\n", "\n  ", ",", "&a ", "*a", "!!x ", "|", ">", "'"),
-    *('"', "#", "${seed}", "${", "}", "\t", "\\", "%YAML 1.1\n", "---\n", "...\n", "? ", "<<: *a"),
-    *("model", "data", "steps", "base", "optimizer", "1", "-1", "1e9", "true", "~", "x", "\u00e9"),
-)
-
-
-def test_load_random_yaml_is_accepted_or_explained(tmp_path):
-    draw = random.Random(2)
-    file = tmp_path / "config.yml"
-    for _ in range(CASES):
-        text = "".join(draw.choices(PIECES, k=draw.randint(1, 60)))
-        file.write_text(text)
-        try:
-            resolve(load(str(file)), num_devices=4)
-        except ConfigError as error:
-            for problem in error.problems:
-                assert problem.message, text
-                assert "\n" not in str(problem), text
-                assert OWN_KEYS.search(str(problem)) or problem.source, (text, str(problem))
 
 
 MUTATIONS = (

@@ -71,7 +71,6 @@ class TestExitCode2:
 
     @pytest.fixture
     def refused(self, tmp_path, capsys):
-        """Return a function of words that returns what is said of them."""
 
         def _refused(*words, directory=tmp_path):
             began = time.monotonic()

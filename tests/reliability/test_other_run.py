@@ -19,7 +19,6 @@ def main(output_dir, *words):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, compiled_once):
-    """Return a directory with two runs of two steps, `ours` of seed 0 and `theirs` of seed 1."""
     directory = tmp_path_factory.mktemp("runs")
     for name, seed in (("ours", 0), ("theirs", 1)):
         assert main(directory / name, f"seed={seed}", "stop_after=2") == 0
@@ -28,12 +27,10 @@ def runs(tmp_path_factory, compiled_once):
 
 @pytest.fixture
 def ours(runs, tmp_path):
-    """Return a copy of the run of seed 0."""
     return shutil.copytree(runs / "ours", tmp_path / "ours") / "base"
 
 
 def put(runs, ours, step):
-    """Replace a step of ours by that of the other run."""
     shutil.rmtree(ours / "checkpoints" / str(step))
     source = runs / "theirs" / "base" / "checkpoints" / str(step)
     shutil.copytree(source, ours / "checkpoints" / str(step))

@@ -28,7 +28,6 @@ STOP = 25
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, compiled_once):
-    """Return the command; every run has a name of its own."""
     return write_config(
         tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}"
     )
@@ -36,7 +35,6 @@ def words(tmp_path_factory, compiled_once):
 
 @pytest.fixture(scope="module")
 def runs(words):
-    """Return the directory of all runs."""
     return output_dir(words)
 
 
@@ -48,7 +46,6 @@ def uninterrupted(words, runs):
 
 @pytest.fixture(scope="module")
 def stopped(words, runs, uninterrupted):
-    """Return a run that stop_after ended between two regular checkpoints."""
     said = train([*words, "run_name=stopped", f"stop_after={STOP}"])
     assert f"stopped after step {STOP} of {STEPS}" in said
     return runs / "stopped"
@@ -91,7 +88,6 @@ def test_train_asked_to_stop_and_then_killed_at_random_is_bit_equal(words, runs,
 
 @contextlib.contextmanager
 def running_to(root, command, step):
-    """Start the run; yield it once it has printed the line of a step."""
     with TrainingProcess(root.with_suffix(".log"), command) as process:
         process.wait_for(f" {step}/{STEPS}  loss")
         yield process

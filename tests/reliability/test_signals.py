@@ -30,7 +30,6 @@ def wait_until(condition):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Return the exit codes with which the process would have ended at once."""
     codes = []
     monkeypatch.setattr(ending.os, "_exit", codes.append)
     return codes

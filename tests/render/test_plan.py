@@ -67,7 +67,6 @@ REFUSAL = Proof(1e12, None, False, "", 1.0)
 
 
 def refused(plan, count, **changes):
-    """Return the plan after so many of its rows were compiled, and none fits."""
     misfits = [dataclasses.replace(row, proof=REFUSAL) for row in plan.rows[:count]]
     return dataclasses.replace(plan, rows=(), misfits=misfits, **changes)
 

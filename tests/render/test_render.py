@@ -59,12 +59,10 @@ def test_wide_tables_are_folded_to_the_terminal():
 
 
 def drawn(result, **options):
-    """Return the rectangles of a chart."""
     return [*ElementTree.fromstring(chart_svg(result, **options)).iter(f"{SVG}rect")]
 
 
 def boxes(result):
-    """Return the attributes of the box of every unit and head, by their titles."""
     titles = {box.findtext(f"{SVG}title"): box.attrib for box in drawn(result)}
     titles.pop(None)
     return titles

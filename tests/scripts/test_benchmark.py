@@ -16,7 +16,6 @@ benchmark_gpu = load_script("benchmark/gpu")
 
 
 def printed(script, *words):
-    """Run a script of the benchmarks to its end; return what it printed."""
     done = subprocess.run(
         [sys.executable, SCRIPTS / "benchmark" / script, *map(str, words)],
         capture_output=True,

@@ -15,7 +15,6 @@ report = load_script("benchmark/fault_report")
 
 
 def inject(directory, words):
-    """Run the script; return what it printed."""
     flags = re.findall(r"--.*?(?= --|$)", words)  # kinds of faults have spaces
     command = [sys.executable, SCRIPTS / "benchmark" / "faults.py", f"--directory={directory}"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=3000)

@@ -47,11 +47,9 @@ class Fakes:
         script(self.directory / name, NOTES_AND_ANSWERS.format(**values))
 
     def answer(self, answers):
-        """Set {part of a call: answers in turn}; the last answer repeats."""
         self.answers.write_text(json.dumps(answers))
 
     def calls(self, name):
-        """Return the calls of a command since the last time, without its name."""
         calls = [json.loads(line) for line in self.notes.read_text().splitlines()]
         self.notes.write_text("")
         return [call[1:] for call in calls if call[0] == name]
@@ -76,7 +74,6 @@ def fakes(tmp_path):
 
 
 def script(path, *lines):
-    """Write an executable file."""
     path.write_text("\n".join(lines) + "\n")
     path.chmod(0o755)
     return path
@@ -145,12 +142,10 @@ class TestTpuVm:
 
     @pytest.fixture
     def tpu_vm(self, fakes):
-        """Return a function that runs tpu_vm.sh with a fake gcloud."""
         fakes.add("gcloud")
         return lambda *words: fakes.run(SCRIPTS / "tpu_vm.sh", "--zone", "z1", *words)
 
     def commands(self, fakes):
-        """Return gcloud's new calls besides `describe`, without `compute tpus`."""
         calls = fakes.calls("gcloud")
         assert all(call[:2] == ["compute", "tpus"] and "--zone" in call for call in calls)
         return [call[2:] for call in calls if "describe" not in call]

@@ -28,7 +28,6 @@ def run(tmp_path):
 
 
 def drawn(*words):
-    """Return the points of every line in a picture, and its texts."""
     picture = words[0] / "drawn" / "loss.svg"
     assert loss_curve.main([*map(str, words), str(picture)]) == 0
     root = ElementTree.parse(picture).getroot()

@@ -14,7 +14,6 @@ predict = load_script("benchmark/predict_maxtext")
 
 
 def printing(line, times=3, code=0):
-    """Return a command that prints `line` for each step and exits with `code`."""
     program = f"import sys\nfor i in range({times}): print({line!r} % i)\nsys.exit({code})"
     return [sys.executable, "-u", "-c", program]
 

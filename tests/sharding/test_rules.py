@@ -13,7 +13,6 @@ from maxpipe.sharding.rules import AxisRules, without
 
 @pytest.fixture(scope="module")
 def mesh():
-    """data=2 x stage=2 x fsdp=2, and tensor=1."""
     axes = {f"mesh.ici.{axis}": 2 for axis in ("data", "stage", "fsdp")}
     return make_mesh(tiny(**axes))
 

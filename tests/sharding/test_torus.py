@@ -15,7 +15,6 @@ AXES = ("data", "stage", "fsdp")
 
 
 def torus(sizes, shape, kind="TPU v5p", *, slices=1, order=(0, 1, 2)):
-    """Return what is read of a mesh of (data, stage, fsdp) over slices of a torus."""
     places = np.moveaxis(np.indices(sizes), 0, -1).transpose(*order, 3).reshape(-1, len(sizes))
     devices: np.ndarray = np.empty(slices * len(places), object)
     devices[:] = [

@@ -134,7 +134,6 @@ def test_lease_is_taken_over_by_one_of_many(place, lines):
 
 
 def dead_owner(place, job="", attempt=0):
-    """Let a process of this machine that has ended own the place; return it."""
     owner = dataclasses.replace(Owner.this_process(job, attempt), process_started=1)
     place.create(NAME, owner.to_json())
     return owner

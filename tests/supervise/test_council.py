@@ -39,7 +39,6 @@ class Supervised:
         return self.orders()
 
     def end(self, *codes):
-        """Let trainers end in order, given as (member, code), and return the orders that follow."""
         orders = []
         for member, code in codes:
             self.council.receive(member, Ended(self.council.status.attempt, code))
@@ -47,12 +46,10 @@ class Supervised:
         return orders
 
     def orders(self, after=0.0):
-        """Return the orders after some seconds."""
         self.now += after
         return self.council.take_orders() + self.council.take_orders()
 
     def trained(self, seconds):
-        """Let the attempt finish its first step some seconds from now."""
         self.now += seconds
         self.progress = Progress(self.council.status.attempt, at=1.0)
         self.council._look()
@@ -65,7 +62,6 @@ def _port(monkeypatch):
 
 @pytest.fixture
 def run():
-    """Return a council of two, in its first attempt."""
     run = Supervised(pause_seconds=4, max_restarts=3)
     run.join()
     return run
@@ -207,7 +203,6 @@ def test_council_that_loses_a_supervisor_ends_the_others_and_waits_for_it(run):
 
 
 def elastic(count=4, counts=(1, 2), **policy):
-    """Return a council whose trainers have told that they can go on with fewer processes."""
     run = Supervised(count, pause_seconds=1, wait_seconds=600, **policy)
     run.join()
     run.progress = Progress(run.council.status.attempt, sizes=Sizes(counts, 60.0, "whole"))
@@ -216,7 +211,6 @@ def elastic(count=4, counts=(1, 2), **policy):
 
 
 def lose(run, *members):
-    """Lose supervisors, and let the trainers of the others of the attempt end after them."""
     running = [i for i in run.council.status.members if i in run.council._attempt.running]
     for member in members:
         run.council.lose(member)
@@ -264,7 +258,6 @@ def test_council_of_an_elastic_run_waits_for_a_host_and_starts_with_all_when_it_
 
 @pytest.fixture
 def shrunk():
-    """Return a council of four that goes on with processes 0 and 1, while 2 waits."""
     run = elastic()
     lose(run, 3)
     (start,) = run.orders(after=62)

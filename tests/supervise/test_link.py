@@ -56,7 +56,6 @@ class Member:
         self.socket.sendall("".join(text + "\n" for text in texts).encode())
 
     def hear(self):
-        """Return the next order, without what only tells that the hub is there."""
         while not (text := self.file.readline().strip()):
             pass
         return decode(text)
@@ -83,7 +82,6 @@ def hub(council, monkeypatch):
 
 @pytest.fixture
 def join(hub):
-    """Return a function that joins, as `Member`."""
     with contextlib.ExitStack() as stack:
 
         def join(number, **more):

@@ -159,7 +159,6 @@ class Host:
 
 
 def begin_together(hosts):
-    """Begin an attempt of these hosts; one that began alone would wait for the others."""
     for ready in [host.begin(hosts) for host in hosts]:
         assert ready.wait(60)
 

@@ -85,7 +85,6 @@ def test_run_secret_that_others_may_know_is_refused_with_the_remedy(here, spoil)
 
 @pytest.fixture
 def ends():
-    """Return both ends of a connection."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(end) for end in socket.socketpair()]
 

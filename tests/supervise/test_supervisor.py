@@ -77,7 +77,6 @@ sys.exit(int(act))
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
-    """Let supervisors keep their secret among a test's own files."""
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
@@ -129,7 +128,6 @@ class Supervised:
         return self.log(index).read_text()
 
     def attempts(self, index=0):
-        """Return pid, job, number and coordinator of a process's trainer in each attempt."""
         with contextlib.suppress(FileNotFoundError):
             lines = (self.directory / f"attempts{index}").read_text().splitlines()
             return [line.split() for line in lines]
@@ -142,7 +140,6 @@ class Supervised:
             time.sleep(0.05)
 
     def ready(self, count, index=0):
-        """Wait until the trainer of a process has been ready some times."""
         self.wait_for(lambda: self.output(index).splitlines().count("ready") == count)
 
     def all_ready(self, count):
@@ -165,7 +162,6 @@ def is_running(pid):
 
 
 def memory_of(run, index, attempt=0):
-    """Return the directory in memory that a trainer had in an attempt, and what was in it."""
     lines = [line for line in run.output(index).splitlines() if line.startswith("memory ")]
     _, path, _, *held = lines[attempt].split()
     return Path(path), held
@@ -259,7 +255,6 @@ class Remembered:
 
 
 def supervisor_in(directory, *command, count=1, index=0, partners=None, log=print):
-    """Return a supervisor that has not joined."""
     place = Place("localhost", 0, count, index)
     return Supervisor(command, place, log, directory, partners or Remembered(), 1)
 

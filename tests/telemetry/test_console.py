@@ -20,7 +20,6 @@ def row(step, seconds):
 
 
 def run(stream, steps, *, start_step=0, total_steps=100, peak_seconds=None):
-    """Show steps, of which the first takes a minute and the others half a second."""
     steps_of_run = {"total_steps": total_steps, "start_step": start_step, "log_every": 10}
     speed = {"tokens_per_step": 4096, "peak_seconds": peak_seconds}
     console = Console(**steps_of_run, **speed, stream=stream)

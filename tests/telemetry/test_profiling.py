@@ -54,7 +54,6 @@ def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, 
 
 
 def lines(processes, steps):
-    """Return (step, line) of what is printed over steps with these seconds of stages."""
     slow = SlowProcess([frozenset(of_stage) for of_stage in processes])
     printed = [(i, slow.after_step(i, seconds)) for i, seconds in enumerate(steps, 1)]
     return [(step, line) for step, line in printed if line]

@@ -23,7 +23,6 @@ def rows(tmp_path):
 
 
 def logged_scalars(directory):
-    """Return (tag, step) of every scalar in the event files of `directory`, in order."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -133,7 +132,6 @@ def test_recorder_other_process_writes_prints_and_sends_nothing(tmp_path, capsys
 
 
 def fill_disk(recorder):
-    """Let every write of metrics be one to a full disk: `/dev/full` takes no byte."""
     recorder._metrics.writer._file = io.FileIO("/dev/full", "a")
 
 

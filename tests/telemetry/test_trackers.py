@@ -52,7 +52,6 @@ def offline(monkeypatch, tmp_path):
 
 
 def _history(tmp_path):
-    """Return step and value of each point of a name, in the files of all starts."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -68,7 +67,6 @@ def _history(tmp_path):
 
 
 def _records(content):
-    """Yield the records of a log of LevelDB's format, with a header of 7 bytes, as W&B has it."""
     block, header, at, record = 1 << 15, 7, 7, b""
     while at + header <= len(content):
         if block - at % block < header:  # padding

@@ -61,7 +61,6 @@ BEFORE = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}', '{"step": 3, "
 
 @pytest.fixture
 def gone_back(tmp_path):
-    """Return a file of three steps, opened by a start that has gone back to 1 and made one step."""
     (tmp_path / "metrics.jsonl").write_text("\n".join([*BEFORE, "torn", ""]))
     file = MetricsFile(tmp_path / "metrics.jsonl", 1, keeps_later=True)
     file.write({"step": 2, "loss": 2.25})
@@ -126,7 +125,6 @@ def test_tensorboard_leaves_values_out_that_are_not_finite(tmp_path, caplog):
 
 
 def write(asked, text):
-    """Note what a writer is asked for, and fail where that is "full"."""
     asked.append(text)
     if text == "full":
         raise OSError(errno.ENOSPC, "No space left on device")

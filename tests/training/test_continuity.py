@@ -39,7 +39,6 @@ def recorded(config):
 
 @pytest.fixture
 def check(config):
-    """Return a function that compares a configuration with a checkpoint of `config`."""
     before = recorded(config)
 
     def check(changed, meta=before):

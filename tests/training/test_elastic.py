@@ -14,14 +14,12 @@ WORDS = ("mesh.ici.stage=1", "mesh.ici.fsdp=1", "data.global_batch_size=64")
 
 @pytest.fixture
 def elastic():
-    """Return a configuration whose data axis has the devices of two processes like this one."""
     data = f"mesh.ici.data={2 * jax.device_count()}"
     return load("base", [*WORDS, data, "mesh.elastic.axes=[data]", "mesh.elastic.wait_seconds=7"])
 
 
 @pytest.fixture
 def one_of_two(monkeypatch):
-    """Let this process go on without another one; return the variable that says so."""
     value = whole_variable(Hosts(2, 2 * jax.device_count()))
     monkeypatch.setenv(WHOLE, value)
     return value

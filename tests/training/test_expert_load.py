@@ -44,7 +44,6 @@ def make_trainer(values):
 
 @pytest.fixture(scope="module")
 def sequential():
-    """Return the state on disk after one step and after three, and the metrics of the steps."""
     trainer, place = make_trainer(SEQUENTIAL)
     state, before = run(trainer, place, trainer.init(jax.random.key(0)), [0], ROWS)
     first = trainer.to_canonical(state)

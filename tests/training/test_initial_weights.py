@@ -14,7 +14,6 @@ from maxpipe.training.initial_weights import RunWeights, newest_step
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """Return the command of a finished run, and its directory."""
     words = write_config(tmp_path_factory.mktemp("first"))
     root = output_dir(words) / "tiny"
     words += ["mesh.simulated_devices=0", "mesh.ici.fsdp=4"]

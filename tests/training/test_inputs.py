@@ -17,7 +17,6 @@ from maxpipe.training.inputs import check_inputs
 
 @pytest.fixture
 def config(tmp_path):
-    """A run whose inputs are sound: files of text, bytes as tokens, no initial weights."""
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("some words\n")
     data = {"data.source": "text", "data.path": f"{tmp_path}/*.txt", "data.eval_fraction": 0.5}
@@ -26,7 +25,6 @@ def config(tmp_path):
 
 
 def problems_of(config, **changed):
-    """Return the keys that `check_inputs` names."""
     try:
         check_inputs(Loaded(replace(config, **changed), dict.fromkeys(OPTIONS, "")))
     except ConfigError as error:

@@ -172,7 +172,6 @@ def run(notes):
 
 
 def of(notes, *words):
-    """Return the notes that start with one of `words`."""
     return [note for note in notes if note.startswith(words)]
 
 

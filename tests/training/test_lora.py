@@ -10,7 +10,6 @@ LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the words of a command, and the directory of its runs: base, and one on top of it."""
     words = write_config(tmp_path_factory.mktemp("runs"))
     root = output_dir(words)
     train([*words, "run_name=base", "steps=1"])

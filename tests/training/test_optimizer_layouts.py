@@ -27,7 +27,6 @@ ROWS = 4
 
 @cache
 def compiled(layout):
-    """Return (engine with parameters, its jitted loss and gradients), shared by all optimizers."""
     tested = EngineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
     return tested, jax.jit(tested.pipeline.loss_and_gradients)
 

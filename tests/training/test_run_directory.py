@@ -27,7 +27,6 @@ def claim(config):
 
 
 def commit(config, step=10):
-    """Make a directory named like a committed step."""
     path = RunDirectory(config).checkpoints / str(step)
     path.mkdir(parents=True)
     return path

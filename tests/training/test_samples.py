@@ -24,7 +24,6 @@ ENGINES = {
 
 
 def words_of(tmp_path, *words):
-    """Return a tiny run on text that is evaluated and saved after its two steps."""
     text = tmp_path / "text.txt"
     text.write_text("import os\nimport sys\n\ndef f(x):\n    return x\n" * 40)
     data = ("data.source=text", f"data.path={text}", "data.eval_fraction=0.5", "steps=2")

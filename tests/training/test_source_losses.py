@@ -37,7 +37,6 @@ def words(tmp_path):
 
 
 def _expected_loss(run_dir, config, path):
-    """Return the loss of a source's held-out documents, computed from logits."""
     model = maxpipe.load_model(run_dir)
     alone = replace(config, **{"data.mixture": [], "data.path": path, "eval.batches": 2})
     held_out, _ = open_held_out(alone, range(config.eval.global_batch_size))

@@ -24,7 +24,6 @@ ALONE = Hosts(1, 1)
 
 @pytest.fixture
 def loaded(tmp_path, monkeypatch):
-    """Return a configuration for one device, which is the only one of this process."""
     device = jax.devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setenv("NPROC", "128")  # for the others, which are there all the same

@@ -15,13 +15,11 @@ from maxpipe.training.stored_step import origin, read, write
 
 @pytest.fixture(autouse=True)
 def _enough_threads(monkeypatch):
-    """Claim 128 threads: of its 64 the process needs those of four devices here."""
     monkeypatch.setenv("NPROC", "128")
 
 
 @pytest.fixture(scope="module")
 def config():
-    """Return one on several devices with experts, whose figures are arrays among the metrics."""
     experts = {"model.moe.experts": 4, "model.moe.bias_rate": 1e-3}
     stages = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2}
     return tiny(**{"model.num_layers": 2, **experts, **stages})

@@ -26,7 +26,6 @@ LAYOUTS = {
 
 @cache
 def made(layout):
-    """Return a trainer of a model with eight layers, and its initial canonical state."""
     common = {"model.num_layers": 8, "model.tie_embeddings": True, "data.global_batch_size": 16}
     config = tiny(**common | LAYOUTS[layout])
     trainer = build_trainer(config, make_mesh(config))

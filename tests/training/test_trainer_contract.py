@@ -23,7 +23,6 @@ ENGINES = {
 
 @cache
 def made(engine):
-    """Return (trainer, place), whose compiled steps all tests share."""
     skips = {"optimizer.max_consecutive_skips": 5, "optimizer.spike_window": 16}
     common = {"optimizer.learning_rate": 1e-2, "data.global_batch_size": ROWS, **skips}
     config = tiny(**common, **ENGINES[engine], **{"model.tie_embeddings": True})
@@ -34,7 +33,6 @@ def made(engine):
 
 
 def begun(engine):
-    """Return a trainer, what places its batches, and its state after one step."""
     trainer, place = made(engine)
     state, _ = run(trainer, place, trainer.init(jax.random.key(0)), range(1), ROWS)
     return trainer, place, state

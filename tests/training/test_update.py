@@ -40,7 +40,6 @@ def values(seed):
 
 
 def run(config, num_steps):
-    """Return (parameters, optimizer state) after updates with values(1), values(2), ..."""
     optimizer = Optimizer(config, SPECS)
     params = jax.tree.map(jnp.asarray, values(0))
     state = optimizer.init(params)
@@ -71,7 +70,6 @@ def assert_close(actual, expected):
 
 
 def by_hand(direction, num_steps=3):
-    """Return parameters after steps along direction(step from 1, name, parameter, gradients)."""
     p = {name: v.astype(np.float64) for name, v in values(0).items()}
     for t in range(1, num_steps + 1):
         gradients = {name: g.astype(np.float64) for name, g in values(t).items()}
@@ -179,7 +177,6 @@ class TestMuon:
     CONFIG = dataclasses.replace(CONFIG, name="muon", weight_decay=0.0)
 
     def direction(self, spec, gradient):
-        """Return what one update takes from a parameter of ones, over the learning rate."""
         optimizer = Optimizer(self.CONFIG, {"w": spec})
         params = {"w": jnp.ones(gradient.shape)}
         args = jnp.int32(0), jnp.float32(1), jnp.bool_(True)

@@ -85,7 +85,6 @@ def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
 
 
 def runs_by_thread(timeline):
-    """The names of threads, and the spans of each in ns, as a reader that drops fractions sees."""
     events = json.loads(trace_json(timeline))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     runs = {name: [] for name in names.values()}

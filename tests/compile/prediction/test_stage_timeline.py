@@ -16,7 +16,6 @@ from maxpipe.plan.simulate import simulate
 
 
 def timeline(products, wait=0.0, price=1.0):
-    """A program with a matrix product and a gather that it waits for."""
     place = Place(OUTSIDE, "", 1.0)
     parts = [
         Spent("m", Price(Part.MATRIX_PRODUCTS, price), Origin(), place, products),

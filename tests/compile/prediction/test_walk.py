@@ -37,7 +37,6 @@ def edited(text, edits):
 
 
 def states(flops, moved):
-    """Return what a kernel states of its FLOPs and of the bytes that it moves."""
     return (
         ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
         f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"{moved:.0f}"}}}}}}'

@@ -17,7 +17,6 @@ def delimited(number, content):
 
 
 def example(**features):
-    """Return a tf.train.Example; integers become an Int64List, which is feature kind 3."""
     entries = b""
     for name, value in features.items():
         is_number = isinstance(value, int)

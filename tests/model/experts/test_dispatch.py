@@ -13,7 +13,6 @@ SOME_MISSING = np.where(CHOICE == 1, EXPERTS, CHOICE)
 
 
 def places_of(missing):
-    """A free row at the end, unless every assignment has one; two of alignment before it."""
     choice = CHOICE if missing == "none" else SOME_MISSING
     num_rows = choice.size + 2 * (missing != "none")
     return choice, arrange(jnp.asarray(choice), EXPERTS, Layout(num_rows, 1, missing=missing))

@@ -34,7 +34,6 @@ def over_devices(shared):
 
 
 def operands(choice):
-    """Return (x [4, 6, D], choice [4, 6, k], weights of its experts, weights of experts)."""
     rng = np.random.default_rng(0)
 
     def draw(*shape):
@@ -54,12 +53,10 @@ def any_experts(rng):
 
 
 def the_same_experts(rng):
-    """All tokens choose experts of device 0, the first of them and no other of its own first."""
     return jnp.broadcast_to(jnp.array([0, 1, 2], jnp.int32), (4, 6, PER_TOKEN))
 
 
 def few_of_any(rng):
-    """Some tokens are dropped by some of their experts, which have no number then."""
     return jnp.where(jnp.asarray(rng.random((4, 6, 1)) < 0.5), EXPERTS, any_experts(rng))
 
 

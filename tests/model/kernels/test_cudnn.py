@@ -41,7 +41,6 @@ def lowered(monkeypatch):
 
 
 def calls(text):
-    """Return name and window of every call of cuDNN, sorted."""
     names = re.findall(r"__cudnn\$(\w+)", text)
     windows = re.findall(r"sliding_window_length\\22: (\d+)", text)
     return sorted(zip(names, map(int, windows), strict=True))

@@ -14,7 +14,6 @@ ENGINES = {"circular": "schedule=circular", "scheduled": "schedule=lockstep_1f1b
 
 @cache
 def compiled(engine):
-    """Return an engine on 2 sequence parts x 2 FSDP shards, and its collectives by kind."""
     words = "context=2 fsdp=2 stage=2 num_microbatches=4 tie_embeddings=true"
     subject = EngineUnderTest(tiny(f"{words} {ENGINES[engine]}"))
     module = parse(subject.compile(make_batch(16)).as_text())

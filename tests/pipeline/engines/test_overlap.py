@@ -31,7 +31,6 @@ def needs(body, eqns, sources):
 
 
 def any_backward_slot_waits_for_forward(schedule, *, overlap):
-    """Return whether the B slot of some loop depends on the F slot or the head of its tick."""
     step = traced(
         f"schedule={schedule} overlap_slots={overlap} num_microbatches=4 num_repeats=2 stage=2 "
         "remat_policy=minimal scan_layers_per_stage=false"
@@ -107,7 +106,6 @@ FLAGS = {RECOMMENDED["v5p"].variable: added_to("", RECOMMENDED["v5p"].flags)}
 
 
 def scheduled_tick(directory, *words):
-    """Compile a step; return the instructions of the tick with both slots, in order, with slots."""
     hlo = directory / "step.hlo"
     report_of(directory, "configs/base.yml", *SMALL, *words, "--hlo", hlo, environment=FLAGS)
     ticks = [
@@ -123,12 +121,10 @@ def slot_by_name(instruction):
 
 
 def is_work(instruction):
-    """Return whether an instruction is a fusion or a kernel, which alone take long."""
     return instruction.opcode in ("fusion", "custom-call") and "estimated" in instruction.attributes
 
 
 def waiting_for(tick, slots):
-    """Return the names of a tick's instructions that need results of products of these slots."""
     names = {i.name for slot, i in tick if slot in slots and is_product(i)}
     for _, instruction in tick:  # operands come first
         if names & {*instruction.operands}:
@@ -137,7 +133,6 @@ def waiting_for(tick, slots):
 
 
 def is_product(instruction):
-    """Return whether an instruction is a matrix product or a kernel, by what it is made of."""
     name = re.search(r'op_name="[^"]*/(dot_general|pallas_call)"', instruction.attributes)
     return is_work(instruction) and name is not None
 

@@ -20,7 +20,6 @@ draw = engines.canonical_params
 
 
 def draw_padded(program):
-    """Return the parameters of the model without padding, with rows that would be predicted."""
     plain = draw(ModelProgram(model(program.config.tie_embeddings)))
 
     def pad(path, array):

@@ -46,7 +46,6 @@ def traced(schedule, options, monkeypatch):
 
 
 def traced_units(program):
-    """Return (bytes that backwards read of forwards, FLOPs) of all units of one microbatch."""
     units = program.computations.values()
     saved = {v for unit in units if unit.name.kind == "B" for v in unit.reads}
     saved = [shape_of(v) for v in saved if program.producer[v].kind == "F"]

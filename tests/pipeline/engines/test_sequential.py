@@ -61,7 +61,6 @@ def test_evaluate_is_the_training_loss_without_dropout_and_z_loss():
 
 
 def products(jaxpr, size):
-    """Count matrix products of arrays with a dimension of a size, each in a loop's body once."""
     total = 0
     for eqn in open_jaxpr(jaxpr).eqns:
         sizes = [n for atom in (*eqn.invars, *eqn.outvars) for n in atom.aval.shape]

@@ -28,7 +28,6 @@ MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n 
 
 
 def of_lines(monkeypatch, name, words="", **values):
-    """Return a configuration for which two of four devices are on one line of a torus."""
     monkeypatch.setattr(builder, "line_length", lambda mesh: min(2, mesh.shape["fsdp"]))
     return tiny(f"fsdp=4 {CASES[name]} {words}", **values)
 

@@ -21,13 +21,11 @@ WITH_HEAD = Costs(1, 1.7, 1.2, 0.5, 0.05, head=0.7)
 
 
 def uneven(S):
-    """Return costs of S stages of which the last one is slow, and the first one has cheap F."""
     rows = ([t * (1.5 if s == S - 1 else 1) for s in range(S)] for t in (2.5, 1.3, 1.2))
     return Costs([0.3, *[1.0] * (S - 1)], *rows, 0.1)
 
 
 def adapted(name, S, M, costs):
-    """Return simulations of the published order and of the one that follows the costs."""
     V = SCHEDULES[name].repeats_for(1)
     published = load_schedule(name, S, M, V)
     times = costs.unit_times(S, V, published.placement)
@@ -36,7 +34,6 @@ def adapted(name, S, M, costs):
 
 @pytest.fixture
 def short_search(monkeypatch):
-    """Shorten the tabu search; its results are not for other tests."""
     monkeypatch.setattr(adapt, "UNITS_TIMED", 3_000)
     adapt._best.cache_clear()
     yield

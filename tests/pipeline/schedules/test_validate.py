@@ -14,7 +14,6 @@ from maxpipe.pipeline.schedules.validate import validate
 
 
 def changed(table, **cells):
-    """A copy with `F_3_1=(microbatch, chunk)` at tick 3, stage 1."""
     microbatch = {k: a.copy() for k, a in table.microbatch.items()}
     chunk = {k: a.copy() for k, a in table.chunk.items()}
     for name, value in cells.items():
@@ -50,7 +49,6 @@ def test_validate_of_a_dropped_unit_names_it(table, data):
 
 
 def padded(table, ticks, **empty):
-    """Return copies of a table's microbatches and chunks by kind, with idle ticks at the end."""
     return [
         {
             kind: np.pad(a, ((0, ticks), (0, 0)), constant_values=IDLE)

@@ -19,7 +19,6 @@ EXAMPLE = re.compile(
 
 
 def table_text(table):
-    """Return a row per stage and a column per tick; units of a lockstep tick are joined by `+`."""
     cells = [[""] * table.num_ticks for _ in range(table.num_stages)]
     for kind in table.kinds:
         for tick, stage, microbatch, chunk in zip(*table.units(kind), strict=True):

@@ -15,7 +15,6 @@ from maxpipe.plan.search.request import Request
 
 
 def requested(topology="v5p:2x2x1", batch=16, margin=0.1, capacity=None, **choices):
-    """Return a request for a small model, on devices with so many bytes."""
     config = replace(Config(), **{"model.num_layers": 4, "model.head_dim": 64, "eval.every": 0})
     machine = machine_of(topology, 1, config)
     if capacity is not None:
@@ -30,7 +29,6 @@ def planned(request):
 
 @pytest.fixture(scope="module")
 def free():
-    """Return a plan for eight devices, where everything fits."""
     return planned(requested("v5p:2x2x2", batch=64))
 
 

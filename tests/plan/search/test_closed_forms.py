@@ -42,7 +42,6 @@ def facts(config):
 
 
 def block_on(config, engine, schedule, **sizes):
-    """Return the block of a mesh with these axes."""
     space = Space(config, 8, 1, {})
     grid = next(g for g in space.grids() if all(g.size(a) == n for a, n in sizes.items()))
     return block_of(space, grid, engine, schedule, 32)

@@ -54,7 +54,6 @@ def candidates(config, topology, slices, seed):
 
 
 def options(block):
-    """Return what tells candidates of a block apart."""
     columns = (block.microbatches, block.repeats, block.policy, block.gather, block.tiles)
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 

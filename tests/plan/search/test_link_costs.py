@@ -15,7 +15,6 @@ def axes(**sizes):
 
 
 def costs_on(topology, **sizes):
-    """Return the costs on a mesh, and how many bytes a link sends in a second."""
     machine = machine_of(topology, 1, Config())
     link = LINK_EFFICIENCY * machine.chip.link_bandwidth
     return link_costs(machine, Grid(axes(**sizes), axes())), link

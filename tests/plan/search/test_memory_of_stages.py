@@ -138,7 +138,6 @@ FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
 
 
 def drawn(config, facts):
-    """Yield candidates of the mpmd engine on eight devices whose chunks are equal, at random."""
     machine, draw = machine_of("v5p:2x2x2", 1, config), np.random.default_rng(7)
     space = Space(config, 8, 1, {"pipeline.engine": ["mpmd"]})
     for priced in priced_blocks(space, machine, facts, [32], Outcome()):
@@ -149,7 +148,6 @@ def drawn(config, facts):
 
 
 def by_table(candidate, config):
-    """Return the bytes of the fullest stage."""
     resolved = resolve(candidate.config(config), 8, 1)
     resolved = on_platform(resolved, "tpu")
     memory = StageMemory(resolved, build_table(resolved), on_tpus=True)

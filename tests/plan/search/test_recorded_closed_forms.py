@@ -138,7 +138,6 @@ class HandMade:
 
 
 def block_and_machine(engine, schedule, keys, mesh, topology):
-    """Return the legal candidates of a case, and its machine."""
     config = replace(Config(), **MODEL | keys)
     machine = machine_of(*topology, config)
     choices = {f"mesh.ici.{axis}": [mesh.get(axis, 1)] for axis in MESH_AXES}

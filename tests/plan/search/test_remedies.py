@@ -8,7 +8,6 @@ from maxpipe.plan.search.remedies import more_chips, remedies
 
 
 def on_capacity(request, share, facts):
-    """Return the request on devices with so much of what the least candidate needs."""
     least = make_plan(request, facts).outcome.least
     machine = dataclasses.replace(request.machine, capacity=share * least.memory)
     return dataclasses.replace(request, machine=machine)

@@ -33,7 +33,6 @@ def compiled(gather, repeats, microbatches):
 
 
 def sets_moved(program, *kinds):
-    """Count full weights that a device gathers, or gradients it reduces, in sets of a layer."""
     total = 0
     for collective, count in executed(program.as_text()).items():
         if collective.kind in kinds and _is_weight(collective.shape):
@@ -43,7 +42,6 @@ def sets_moved(program, *kinds):
 
 
 def collectives_of_a_weight(program, kind):
-    """Count executions of each collective of the query projection, in full or in shards."""
     counts = executed(program.as_text())
     return {
         n for c, n in counts.items() if c.kind == kind and c.shape[-3:] in ((24, 6, 4), (12, 6, 4))
@@ -51,7 +49,6 @@ def collectives_of_a_weight(program, kind):
 
 
 def _is_weight(shape):
-    """Return whether dimensions, up to leading 1s and repeats, are a weight's or its shard's."""
     sizes = sorted(n for n in shape if n > 1)
     full = [sorted(weight) for weight in WEIGHTS]
     shards = [sorted([12, *(n for n in weight if n != 24)]) for weight in WEIGHTS]

@@ -9,12 +9,10 @@ from maxpipe.pipeline.engines.circular.conveyor import Conveyor
 
 
 def labelled_inputs(conveyor):
-    """The conveyor's inputs as numbers, 100 * microbatch; every chunk adds 1."""
     return jnp.asarray(100 * conveyor.start)[..., None, None, None]
 
 
 def label(cell):
-    """100 * microbatch + chunks seen -> "microbatch.chunks"."""
     microbatch, chunks = divmod(int(cell.item()), 100)
     return f"{microbatch}.{chunks}"
 

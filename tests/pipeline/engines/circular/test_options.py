@@ -21,7 +21,6 @@ REMATERIALISED = ("iterations", "layers", "both", "neither")
 
 
 def circular(words):
-    """Two stages x two FSDP shards, two repeats of two layers, weights of different shapes."""
     return tiny(
         "schedule=circular num_repeats=2 num_microbatches=4 num_layers=8 embed_dim=24 "
         f"num_query_heads=6 num_kv_heads=3 mlp_dim=40 global_batch_size={ROWS} stage=2 fsdp=2 "

@@ -65,7 +65,6 @@ def devices_of(unit):
 
 
 def devices_at(*places):
-    """Return a mesh of devices at these coordinates, in slice 0 if they name none."""
     devices = [
         SimpleNamespace(coords=place[:2], slice_index=[*place[2:], 0][0]) for place in places
     ]

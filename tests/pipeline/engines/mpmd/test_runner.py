@@ -39,7 +39,6 @@ class Case:
         self.runner = Runner(self.program, self.table, meshes, self.program.inputs[-1:], sums)
 
     def run(self, observe=None):
-        """Return (the arrays that the sums started from, the sums)."""
         values = list(zip(self.program.inputs, self.weights, strict=False))
         fixed = [{v: jax.device_put(w, to) for v, w in values} for to in self.shardings]
         varying = [
@@ -91,7 +90,6 @@ def test_run_dispatches_units_in_the_order_of_the_table(case):
 
 
 def checkpointed_chain(w, x):
-    """Activations have another shape than the microbatch."""
     x = x.T
     for one in w:
         x = mark_stage_boundary(jax.checkpoint(lambda x, one: jnp.sin(one @ x))(x, one))
@@ -119,7 +117,6 @@ def test_live_activations_stay_within_the_peak_of_the_table(schedule):
 
 
 def skip(w, x):
-    """The first chunk's output is read again by the fourth."""
     first = x = mark_stage_boundary(jnp.sin(x @ w[0]))
     x = mark_stage_boundary(jnp.sin(x @ w[1]))
     x = mark_stage_boundary(jnp.sin(x @ w[2]))

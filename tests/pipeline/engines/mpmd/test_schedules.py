@@ -13,7 +13,6 @@ NAMES = [name for name, schedule in SCHEDULES.items() if "mpmd" in schedule.engi
 
 
 def config_of(name):
-    """Two repeats where the schedule has them; all have the same model of four layers."""
     repeats = SCHEDULES[name].repeats_for(CHUNKS // STAGES)
     return tiny(
         f"engine=mpmd schedule={name} num_repeats={repeats} num_microbatches={MICROBATCHES} "
@@ -23,7 +22,6 @@ def config_of(name):
 
 
 def units_of(table, stage):
-    """Return (computation, microbatch) of a stage by tick; a B of a split table is an I and a W."""
     units = []
     for kind in table.kinds:
         halves = ("I", "W") if kind == "B" and "W" in table.kinds else (kind,)

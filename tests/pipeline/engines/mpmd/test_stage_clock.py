@@ -25,7 +25,6 @@ class Time:
         self.now = max(self.now, BEGIN + seconds)
 
     def ready(self, at):
-        """Return what stands for an array that is ready so many seconds after the beginning."""
         return SimpleNamespace(block_until_ready=lambda: self.until(at))
 
 

@@ -125,7 +125,6 @@ def test_plan_text_of_split_backwards_names_stash_and_stored_head_gradients():
 
 
 def slots_in_use(plan):
-    """For each phase its ticks, and whether it has F, head, B and W."""
     rows = []
     for start, stop in plan.phases:
         phase = plan.ticks(start, stop)

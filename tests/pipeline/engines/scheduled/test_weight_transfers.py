@@ -24,7 +24,6 @@ def gather():
 
 
 def added(names):
-    """Return a function that adds gradients [L, 8, 2] of each device, in bfloat16, to sums."""
     transfers = WeightTransfers({name: gather() for name in [*names, "frozen"]}, {})
     slot = SimpleNamespace(active=jnp.bool_(True), chunk=jnp.int32(1))
 
@@ -69,7 +68,6 @@ def traced(words):
 
 
 def loops_with(scope, words):
-    """Yield the bodies of loops over ticks, and their conditionals in a named scope."""
     for body in loop_bodies(traced(words)):
         conditionals = [
             eqn
