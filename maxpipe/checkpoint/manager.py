@@ -190,11 +190,12 @@ class Checkpointer:
             self._retention.note(step, meta)
             # Until the save begins, a committed step of this number is an old one to replace.
             # Only the first save after a start or a restore can have steps ahead of it.
-            with self._failures(may_be_committed=False):
-                if not self._writer.is_open:
+            if not self._writer.is_open:
+                with self._failures(may_be_committed=False):
                     self._abandon_newer(step)
-                    if on_set_aside is not None:
-                        on_set_aside()
+                if on_set_aside is not None:
+                    on_set_aside()
+            with self._failures(may_be_committed=False):
                 self._writer.start(step, arrays, record)
         return True
 

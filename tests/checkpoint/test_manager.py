@@ -183,6 +183,14 @@ def test_save_after_going_back_abandons_every_step_after_the_restored_one(
     assert "30.abandoned" in messages[1]
 
 
+def test_save_whose_caller_cannot_set_its_own_aside_raises_that_error(checkpointer, samples):
+    def refuse():
+        raise RuntimeError("metrics.jsonl cannot be written")
+
+    with pytest.raises(RuntimeError, match=r"^metrics"):
+        checkpointer.save(5, samples.state(5), samples.iterator(5), samples.meta(5), refuse)
+
+
 def test_restore_without_steps_raises(checkpointer, samples):
     with pytest.raises(NoCheckpoint, match="there is no checkpoint in"):
         checkpointer.restore(samples.abstract(samples.state(1)))
