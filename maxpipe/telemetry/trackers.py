@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,12 +36,13 @@ _COMPLETE = "metrics.jsonl has every step"
 _MOST_PARAMETERS = 100  # that MLflow accepts at once
 _REFUSED = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics
 
+KeepId = Callable[[str], None]
+
 
 class Tracker(Protocol):
     """Where metrics are sent to; any method may raise any error."""
 
     place: str  # where a user finds the run
-    id: str  # by which a later start finds it
 
     def log(self, step: int, scalars: Row) -> None: ...
 
@@ -48,23 +50,24 @@ class Tracker(Protocol):
 
 
 class WandB:
-    """A run of Weights & Biases, offline without an account; `known` is the id of an old one."""
+    """A run of Weights & Biases, offline if there is no account or no network.
 
-    def __init__(self, project: str, config: Config, directory: Path, known: str):
+    `known` is the id of an old run, or ""; `keep` keeps an id for the next start.
+    """
+
+    def __init__(self, project: str, config: Config, directory: Path, known: str, keep: KeepId):
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
-        mode = wandb.setup().settings.mode
-        why = f"WANDB_MODE={mode}"
-        if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False):
-            mode, why = "offline", "offline without an API key (`wandb login`)"
+        mode, why = _wandb_mode()
         entity, _, name = project.rpartition("/")
-        self.id = known or uuid.uuid4().hex[:8]
+        run_id = known or uuid.uuid4().hex[:8]
+        keep(run_id)
         self._run = wandb.init(
             entity=entity or None,
             project=name,
             name=config.run_name,
-            id=self.id,
+            id=run_id,
             resume="allow",
             dir=str(directory),
             config=json.loads(redacted(json.dumps(asdict(config)))),
@@ -94,33 +97,56 @@ class WandB:
         self._run.finish(exit_code=0 if is_done else 1)
 
 
+def _wandb_mode() -> tuple[str | None, str]:
+    """Return the mode to ask for (None: the environment's) and why it is not online."""
+    import wandb
+
+    mode = wandb.setup().settings.mode
+    if mode in ("offline", "dryrun", "disabled"):
+        return None, f"WANDB_MODE={mode}"
+    if wandb.run is not None:  # logging in is no longer possible then
+        return ("offline", "offline as W&B is in this process") if wandb.run.offline else (None, "")
+    try:
+        if wandb.login(prompt=False):
+            return None, ""
+        return "offline", "offline without an API key (`wandb login`)"
+    # A wrong key, or no network; the kind differs between versions.
+    except Exception as error:
+        return "offline", " ".join(f"offline, since logging in has failed: {error}".split())
+
+
 class MLflow:
     """A run of MLflow, in an experiment that is made if it does not exist."""
 
-    def __init__(self, experiment: str, config: Config, directory: Path, known: str):
+    def __init__(self, experiment: str, config: Config, directory: Path, known: str, keep: KeepId):
         import mlflow
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
         # They log each table that they make in a new database.
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
         self._client = mlflow.MlflowClient()
-        self.id = ""
-        with suppress(mlflow.MlflowException):  # the server does not have it
+        self._id = ""
+        try:
             if known and self._client.get_run(known).info.lifecycle_stage == "active":
                 self._client.update_run(known, status="RUNNING")
-                self.id = known
-        if not self.id:
+                self._id = known
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        if not self._id:
             found = self._client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self._client.create_experiment(experiment)
-            self.id = self._client.create_run(number, run_name=config.run_name).info.run_id
+            self._id = self._client.create_run(number, run_name=config.run_name).info.run_id
             values = {key: redacted(str(get(config, key))) for key in OPTIONS}
             # Some of its databases refuse empty ones.
             parameters = [Param(key, value) for key, value in values.items() if value]
             for first in range(0, len(parameters), _MOST_PARAMETERS):
                 some = parameters[first : first + _MOST_PARAMETERS]
-                self._client.log_batch(self.id, params=some)
-        self.place = f"run {self.id} at {mlflow.get_tracking_uri()}"
+                self._client.log_batch(self._id, params=some)
+        keep(self._id)
+        self.place = f"run {self._id} at {mlflow.get_tracking_uri()}"
 
     def log(self, step: int, scalars: Row) -> None:
         from mlflow.entities import Metric
@@ -131,13 +157,13 @@ class MLflow:
             for name, value in scalars.items()
             if isinstance(value, int | float)
         ]
-        self._client.log_batch(self.id, metrics=metrics)
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, *, is_done: bool) -> None:
-        self._client.set_terminated(self.id, "FINISHED" if is_done else "KILLED")
+        self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
 
-TRACKERS: Mapping[str, Callable[[str, Config, Path, str], Tracker]] = {
+TRACKERS: Mapping[str, Callable[[str, Config, Path, str, KeepId], Tracker]] = {
     "wandb": WandB,
     "mlflow": MLflow,
 }
@@ -196,9 +222,8 @@ class Trackers:
             with self._reporting(name):
                 key = f"{name} {project}"
                 known = ids.get(key, "") if is_resumed else ""
-                tracker = trackers[name] = TRACKERS[name](project, config, directory, known)
-                ids[key] = tracker.id
-                write_atomically(directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
+                keep = partial(_keep_id, directory / IDS, ids, key)
+                tracker = trackers[name] = TRACKERS[name](project, config, directory, known, keep)
                 self._print_line(_without_secrets(f"telemetry.{name}: {tracker.place}"))
         while (call := self._calls.get()) is not None:
             for name, tracker in trackers.items():
@@ -215,6 +240,11 @@ class Trackers:
                 text = f"warning: telemetry.{name} has failed: {reason}; training continues"
                 self._print_line(_without_secrets(f"{text}, and {_COMPLETE}"))
             self._has_failed.add(name)
+
+
+def _keep_id(path: Path, ids: dict[str, str], key: str, run_id: str) -> None:
+    ids[key] = run_id
+    write_atomically(path, [json.dumps(ids, indent=2).encode() + b"\n"])
 
 
 def _without_secrets(text: str) -> str:

@@ -102,10 +102,21 @@ def test_wandb_offline_has_the_points_and_no_secrets_and_a_resumed_run_its_id(
 
 
 @pytest.mark.usefixtures("offline")
-def test_wandb_without_an_account_is_offline_and_says_why(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "offline without an API key (`wandb login`); `wandb sync"),
+        ("short-key", "offline, since logging in has failed: WANDB_API_KEY invalid: "),
+    ],
+)
+def test_wandb_without_an_account_or_with_a_wrong_key_is_offline_and_says_why(
+    tmp_path, monkeypatch, capfd, key, reason
+):
     monkeypatch.setenv("WANDB_MODE", "online")
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
     _record(tmp_path, range(1, 3), wandb="entity/project")
-    assert "offline without an API key (`wandb login`); `wandb sync" in capfd.readouterr().out
+    assert reason in capfd.readouterr().out
     assert _history(tmp_path)["train/loss"] == [(1, 1), (2, 1 / 2)]
 
 
@@ -126,7 +137,6 @@ class Tracker:
     """Keeps what it gets; refuses the points of some steps, and waits for `may_go` before each."""
 
     place = "https://me:secret@server"
-    id = "1"
 
     def __init__(self, refused=()):
         self.steps = []
@@ -240,6 +250,19 @@ def test_mlflow_run_that_its_server_has_not_or_has_deleted_is_made_anew(tmp_path
     for run_id, step in ((second, 3), (third, 4)):
         history = client.get_metric_history(run_id, "train/loss")
         assert [point.step for point in history] == [step]
+
+
+def test_mlflow_run_that_cannot_be_looked_up_keeps_its_id(tmp_path, client, monkeypatch, capfd):
+    first = _record(tmp_path, range(1, 3), mlflow="experiment")
+
+    def refuse(*_):
+        from mlflow.exceptions import MlflowException
+
+        raise MlflowException("busy")
+
+    monkeypatch.setattr("mlflow.MlflowClient.get_run", refuse)
+    assert _record(tmp_path, range(3, 4), mlflow="experiment") == first
+    assert "warning: telemetry.mlflow has failed: MlflowException: busy" in capfd.readouterr().out
 
 
 def test_tracker_without_its_library_names_the_extra(monkeypatch, tmp_path):
