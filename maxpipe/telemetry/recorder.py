@@ -72,9 +72,10 @@ class Recorder:
             peak_seconds=peak_seconds,
         )
         is_required, print_line = config.telemetry.required, self._console.print_line
+        self._keeps_later = keeps_later
         self._metrics = Sink(
             str(run_dir / METRICS),
-            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=keeps_later),
+            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=self._keeps_later),
             is_required=is_required,
             print_line=print_line,
             tries_again=True,
@@ -154,6 +155,7 @@ class Recorder:
     def give_up_later(self) -> None:
         """Drop the rows of newer steps if they were kept: the steps are set aside now."""
         if self._is_main:
+            self._keeps_later = False  # also for a file that is opened only later
             self._metrics.use(MetricsFile.give_up_later)
 
     def evaluation(

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
@@ -29,6 +29,7 @@ Value = float | int | None | list[float]  # a list has a number for each layer, 
 Row = Mapping[str, Value]
 CHANGED = "changed"  # in rows about changed keys
 REQUIRED = "telemetry.required"
+REOPENING_SECONDS = 30  # between attempts to open a writer, which may have to read a large file
 
 WriterT = TypeVar("WriterT")
 PrintLine = Callable[[str], None]
@@ -49,9 +50,12 @@ def not_written(what: str, error: Exception, is_required: bool, print_line: Prin
 class Sink(Generic[WriterT]):
     """Holds a writer whose first error is printed, or ends the run if `telemetry.required` says so.
 
+    At the end the number of failed writes is printed, too.
+
     Args:
       name: name of the file, for messages.
-      tries_again: whether a later write may succeed; otherwise a writer that failed is given up.
+      tries_again: whether a later write, or opening the writer later, may succeed; otherwise a
+        writer that failed is given up.
     """
 
     def __init__(
@@ -67,32 +71,48 @@ class Sink(Generic[WriterT]):
         self._is_required = is_required
         self._print_line = print_line
         self._tries_again = tries_again
+        self._failures = 0  # uses that have failed
         self._has_warned = False
+        self._open_writer: Callable[[], WriterT] | None = (
+            open_writer  # None once closed or given up
+        )
+        self._next_opening = -math.inf
         self.writer: WriterT | None = None
-        with self._reported():
-            self.writer = open_writer()
+        self._try(lambda _: None)
 
     def use(self, action: Callable[[WriterT], None]) -> None:
         """Call `action` with the writer, if there is one."""
-        if self.writer is not None:
-            with self._reported():
-                action(self.writer)
+        self._failures += not self._try(action)
 
     def close(self, action: Callable[[WriterT], None]) -> None:
-        """Call `action`, which closes the writer, once."""
-        self.use(action)
-        self.writer = None
+        """Call `action`, which closes the writer, once; print how many writes have failed."""
+        if self.writer is not None:
+            self.use(action)
+        self.writer = self._open_writer = None
+        if self._tries_again and self._failures:
+            times = "once" if self._failures == 1 else f"{self._failures} times"
+            self._print_line(f"{self._name} lacks what could not be written {times}")
+            self._failures = 0
 
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _try(self, action: Callable[[WriterT], None]) -> bool:
+        """Call `action` with the writer, opened first if need be; return whether nothing failed."""
+        if self._open_writer is None:
+            return True
         try:
-            yield
+            if self.writer is None:
+                if time.monotonic() < self._next_opening:
+                    return False
+                self._next_opening = time.monotonic() + REOPENING_SECONDS
+                self.writer = self._open_writer()
+            action(self.writer)
         except OSError as error:
             if self._is_required or not self._has_warned:
                 not_written(self._name, error, self._is_required, self._print_line)
             self._has_warned = True
             if not self._tries_again:
-                self.writer = None
+                self.writer = self._open_writer = None
+            return False
+        return True
 
 
 class MetricsFile:
@@ -113,11 +133,14 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self._path, self._last_step = path, last_step
         self._unsaved = unsaved_rows(path)
         given_up = sum(_seconds(row[1]) for row in map(parse_row, _lines(self._unsaved)) if row)
         self._unsaved.unlink(missing_ok=True)
         self._is_apart = keeps_later  # rows of this start are in a file of their own
+        self._is_given_up = False
         self.lost_seconds = given_up + (0.0 if keeps_later else _drop_after(path, last_step))
         self._file = (self._unsaved if keeps_later else path).open("ab", buffering=0)
         self._is_torn = False
@@ -130,8 +153,15 @@ class MetricsFile:
         self._append({"step": step, CHANGED: key, "before": before, "now": now})
 
     def give_up_later(self) -> None:
-        """Replace the rows after `last_step` with this start's, if they were kept."""
-        if not self._is_apart:
+        """Replace the rows after `last_step` with this start's, if they were kept.
+
+        If that fails, the next writes and `close` try again.
+        """
+        self._is_given_up = True
+        self._join()
+
+    def _join(self) -> None:
+        if not (self._is_apart and self._is_given_up):
             return
         self.lost_seconds += _drop_after(self._path, self._last_step, self._unsaved)
         apart, self._file = self._file, self._path.open("ab", buffering=0)
@@ -140,6 +170,8 @@ class MetricsFile:
         self._unsaved.unlink(missing_ok=True)
 
     def _append(self, row: Mapping[str, object]) -> None:
+        with suppress(OSError):  # which `give_up_later` has raised; the row stays apart
+            self._join()
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._is_torn:
             line = b"\n" + line
@@ -149,7 +181,10 @@ class MetricsFile:
         self._is_torn = False
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._join()
+        finally:
+            self._file.close()
 
 
 def _finite_or_none(value: Value) -> object:
