@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,18 @@ class TestTpu:
     def test_documented_compile_command_compiles_and_fits(self, tmp_path, words):
         report, _ = report_of(tmp_path, *words)
         assert report["fits"]
+
+
+def test_supported_versions_are_those_of_the_project_and_of_the_weekly_workflow():
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| 0\.1\.0 \| (.*) \| (\S+) to (\S+) \| (.*) \|$", text, re.MULTILINE)
+    pythons, oldest, newest = row[1].split(", "), row[2], row[3]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    above = f"0.{int(newest.removeprefix('0.')) + 1}"
+    assert f"jax>={oldest},<{above}" in project["dependencies"]
+    ends = [line.rpartition(" ")[2] for line in project["classifiers"]]
+    assert [end for end in ends if re.fullmatch(r"3\.\d+", end)] == pythons
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    jobs = workflow["jobs"]["every-case"]["strategy"]["matrix"]["include"]
+    assert {job["python"] for job in jobs} == {*pythons}
+    assert {job["jax"] for job in jobs} == {f"jax=={oldest}", f"jax>={oldest}"}
