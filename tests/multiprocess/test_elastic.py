@@ -84,8 +84,9 @@ def test_train_elastic_goes_on_without_a_lost_host_and_grows_when_it_is_back(
     # Data parallel processes have all of a state in memory; otherwise the disk has the last one.
     assert ("is restored from replicas in memory" in first.output) == (axis == "data"), output
     whole, alone, again = compiled_steps(first.output)
-    # The second one was compiled ahead; an attempt that restores it compiles none.
-    assert (whole, alone, again) == (2, 0, 1), output
+    # The step of the second attempt was compiled ahead; the third may end before it does so again.
+    assert (whole, alone) == (2, 0), output
+    assert again in (1, 2), output
     account = [row for row in rows(tmp_path / "base") if "goodput" in row][-1]
     assert "seconds_in_restart" in account
 
