@@ -75,3 +75,25 @@ def test_train_in_python_example_trains_on_its_own_devices_and_writes(tmp_path, 
     assert float(called) == round(losses(tmp_path / "base")[3][0], 4)
     continued = re.search(r"after 'def ': (\[.*\])", done.stdout)[1]
     assert len(ast.literal_eval(continued)) == 5
+
+
+# The example with a model that compiles soon.
+SMALL_LLAMA = """
+import runpy, sys, transformers
+whole = transformers.LlamaConfig
+small = dict(vocab_size=320, hidden_size=36, intermediate_size=64, num_hidden_layers=4)
+transformers.LlamaConfig = lambda **keys: whole(**keys | small)
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_there_and_back_example_ends_with_the_logits_of_transformers(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="needs the extra `hf-test`")
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    path = str(EXAMPLES / "there_and_back.py")
+    command = [sys.executable, "-c", SMALL_LLAMA, path, "steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    difference, largest = re.search(r"logits: (\S+) of (\S+)$", done.stdout.strip()).groups()
+    assert float(difference) < 1e-5 * float(largest)
