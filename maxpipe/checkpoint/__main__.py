@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import yaml
 
@@ -27,6 +27,7 @@ from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.terminal import no_tracebacks
+from maxpipe.render.columns import columns
 from maxpipe.storage.object_store import explained, is_remote
 
 KEY = "DIR"
@@ -67,7 +68,7 @@ def list_steps(store: StepStore) -> int:
     for entry, size, time in store.sizes_and_times():
         written = f"{time:%Y-%m-%d %H:%M:%S}"
         rows.append((str(entry.step), entry.state, _size_text(size), written, entry.name))
-    print(_table(rows))
+    print("\n".join(columns(rows, left=range(len(rows[0])))))
     return 0
 
 
@@ -107,7 +108,7 @@ def show(store: StepStore, step: int) -> int:
     for name, leaf in record.leaves.items():
         shape = "x".join(map(str, leaf.shape)) or "scalar"
         rows.append((name, leaf.dtype, shape, f"{math.prod(leaf.shape):,}", f"{leaf.digest:08x}"))
-    print(_table(rows))
+    print("\n".join(columns(rows, left=range(len(rows[0])))))
     return 0
 
 
@@ -138,15 +139,6 @@ def _parser() -> argparse.ArgumentParser:
 def _size_text(size: int) -> str:
     power = min(size.bit_length() // 10, 4)
     return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class Replicas:
         self._failure: Exception | None = None
         self._started: int | None = None
         self.is_behind = False  # a partner of some process lacks the newest replica
-        _remove_except({self._name}, memory)
+        _remove_except([self._name], memory)
         self.steps = _in_every_process(self._directory.steps())
-        self._keep(self.steps)  # the others cannot be restored
+        _remove_except(self.steps, self._directory.path)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
@@ -101,7 +101,7 @@ class Replicas:
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
             # All have the newest one, so none will need the previous one.
-            self._keep(self._directory.steps()[-1:])
+            _remove_except(self._directory.steps()[-1:], self._directory.path)
         elif not was_behind:
             return "the last replica in memory is still being copied to a partner; none is begun"
         return ""
@@ -139,13 +139,10 @@ class Replicas:
         newest = [f"{self._name}/{step}" for step in self._directory.steps()[-1:]]
         return not names or {*newest} <= {*names}
 
-    def _keep(self, steps: list[int]) -> None:
-        _remove_except({str(step) for step in steps}, self._directory.path)
 
-
-def _remove_except(names: set[str], directory: Path) -> None:
+def _remove_except(kept: Sequence[object], directory: Path) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name not in names:
+        if path.name not in map(str, kept):
             remove_step(path)
 
 

@@ -139,11 +139,7 @@ class StepsDirectory(StepStore):
         return nullcontext(sorted(path for path in paths if path.is_file()))
 
     def of(self, step: int) -> Path:
-        return step_path(self.path, step)
-
-
-def step_path(directory: Path, step: int) -> Path:
-    return directory / str(step)
+        return self.path / str(step)
 
 
 def remove_step(path: Path) -> None:

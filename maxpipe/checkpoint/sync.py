@@ -35,11 +35,8 @@ class MirrorSync:
         on_success: Callable[[], None],
         log: Callable[[str], None],
     ):
-        self._directory = directory
-        self._mirror = mirror
-        self._retention = retention
-        self._on_success = on_success
-        self._log = log
+        self._directory, self._mirror, self._retention = directory, mirror, retention
+        self._on_success, self._log = on_success, log
         self._update: Future[None] | None = None
         self._attempted: int | None = None  # newest step of an update that has not succeeded
 

@@ -14,16 +14,7 @@ from maxpipe.comparison.table import HEADER, figures, value_text
 from maxpipe.render.html import document, shipped, table
 
 # Legible on light and on dark ground; further runs repeat them with dashes.
-COLOURS = (
-    "#3f7fd1",
-    "#e0902c",
-    "#2f9e77",
-    "#b65fc4",
-    "#d0453c",
-    "#8a8f98",
-    "#a98b1d",
-    "#2aa3b8",
-)
+COLOURS = ("#3f7fd1", "#e0902c", "#2f9e77", "#b65fc4", "#d0453c", "#8a8f98", "#a98b1d", "#2aa3b8")
 DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3))
 MOST_BUCKETS = 1000  # buckets of steps; three steps of each are drawn
 CHARTS = {
@@ -102,12 +93,8 @@ def _chosen_rows(losses: Sequence[Number]) -> list[int]:
     chosen: set[int] = {len(losses) - 1}
     for start in range(0, len(losses), size):
         rows = range(start, min(start + size, len(losses)))
-        known = [row for row in rows if losses[row] is not None] or rows
-
-        def height(row: int) -> float:
-            return losses[row] or 0.0
-
-        chosen |= {rows[0], max(known, key=height), min(known, key=height)}
+        known = sorted((loss, row) for row in rows if (loss := losses[row]) is not None)
+        chosen |= {rows[0], *(row for _, row in known[:1] + known[-1:])}
     return sorted(chosen)
 
 

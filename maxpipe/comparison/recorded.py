@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import lookup
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.printing import DERIVED
 from maxpipe.config.values import is_finite
@@ -92,8 +93,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     problems = []
     for word in words:
         path = Path(word)
-        # Unlike Path's methods, os.path's raise nothing in a directory that may not be entered.
-        path = path.parent if path.name in (METRICS, CONFIG) and os.path.isfile(path) else path
+        # Unlike Path's method, this raises nothing in a directory that may not be entered.
         if not os.path.isdir(path):
             problems.append(Problem("DIR", f"there is no directory {word}"))
         elif below := sorted(_runs_below(path, DEPTH), key=_natural):
@@ -110,10 +110,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
 
 def last_step(file: Path) -> int:
     """Return the last step of a metrics file, 0 if it has none or does not exist."""
-    step = 0
-    for step_of_row, row in metrics_rows(file):
-        step = step_of_row if "loss" in row else step
-    return step
+    return max((step for step, row in metrics_rows(file) if "loss" in row), default=0)
 
 
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
@@ -215,22 +212,12 @@ def _read_settings(file: Path) -> tuple[Settings, frozenset[str] | None]:
         sections[depth:] = [name]
         if line.endswith(DERIVED):
             derived.add(".".join(sections))
-    values = {key: _lookup(tree, key, option.default) for key, option in OPTIONS.items()}
+    values = {key: lookup(tree, key, option.default) for key, option in OPTIONS.items()}
     return values, frozenset(derived) if derived else None
 
 
-def _lookup(tree: object, key: str, default: object) -> object:
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return default
-        tree = tree[name]
-    return tree
-
-
 def _number(value: object) -> Number:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if is_finite(value) else None
+    return float(value) if isinstance(value, int | float) and is_finite(value) else None
 
 
 def _names(roots: Sequence[Path]) -> list[str]:

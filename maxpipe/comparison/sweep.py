@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from maxpipe.comparison.recorded import METRICS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words, split_values
 from maxpipe.config.imports import import_words
@@ -25,7 +26,6 @@ from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervise.ending import PREEMPTED, die_with_parent, handling, numbers_to_pass_on
 
 FAILED = 1
-METRICS = "metrics.jsonl"  # of a member that has made a step
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
 _FLAG = "--sweep"
 _OWN = ("run_name", "output_dir")  # of all runs of a sweep
@@ -53,10 +53,8 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
     """Train all members of a sweep, print how they compare, and return the exit code.
 
     It is 0 if all members ended with 0, a member's own if a signal has stopped it, otherwise 1. A
-    member that fails is reported, and the others still run.
-
-    Raises:
-      ConfigError: the sweep, or one of its configurations, is wrong; nothing has run then.
+    member that fails is reported, and the others still run. Raises ConfigError before anything runs
+    if the sweep, or one of its configurations, is wrong.
     """
     members = plan_members(base, flags.config, flags.overrides, flags.sweep)
     common = [word for word in flags.overrides if not word.startswith("run_name=")]
@@ -73,7 +71,7 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
             failed[member.name] = code
             emit(f"sweep       {member.name} failed: exit code {code}; the others go on")
         emit("")
-    # A member that failed at its start has no figures.
+    # A member that failed before its first step has no figures.
     if runs := [str(m.directory) for m in members if (m.directory / METRICS).is_file()]:
         action = "compare" if len(runs) > 1 else "ls"
         sys.stdout.flush()
@@ -135,9 +133,8 @@ def _name(run_name: str, keys: Sequence[str], pairs: Mapping[str, str], taken: s
         value = re.sub(r"[^A-Za-z0-9.-]+", "_", pairs[key]).strip("_")
         parts.append(f"{shown}_{value}")
     name = "-".join(parts)
-    if len(name) > _LONGEST_NAME:
-        name = f"{run_name}-{len(taken) + 1}"
-    return name if name not in taken else f"{name}-{len(taken) + 1}"
+    is_legal = len(name) <= _LONGEST_NAME and name not in taken
+    return name if is_legal else f"{run_name}-{len(taken) + 1}"
 
 
 def _run(command: Sequence[str]) -> int:

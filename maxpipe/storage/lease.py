@@ -66,17 +66,10 @@ class LeaseDirectory:
         """Create a file or object atomically; return false if there is one already."""
         self._path.mkdir(parents=True, exist_ok=True)
         self._first, path = self._first or self._path.stat(), self._path / name
-        try:
-            file = path.open("x", encoding="utf-8")
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                file.write(text)
-        except OSError:  # a full disk
-            path.unlink(missing_ok=True)
-            raise
-        return True
+        with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            file.write(text)
+            return True
+        return False
 
     def renew(self, name: str, text: str) -> None:
         """Set the time of the last change of a file or object that holds `text`."""

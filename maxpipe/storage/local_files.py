@@ -94,7 +94,6 @@ def local_copy(
     Args:
       origin: the file, as the user knows it.
       version: value that changes whenever the content does, such as size and time.
-      suffix: ending of the copy's name.
       cache_dir, limit: `data.cache_dir`, `data.cache_limit`.
       write: function that writes the copy; its OSErrors are taken for the cache's.
       size: least size of the copy in bytes, if that is known.
@@ -175,7 +174,7 @@ def version_of(path: str) -> tuple[int, int]:
 
 
 def each_once(names: Iterable[str]) -> list[str]:
-    """Return sorted names, one for each entry of a directory: the one with the fewest links.
+    """Return sorted names, the first one of each entry of a directory.
 
     A link to a file is an entry of its own, so a file may be read several times by intention.
     """
@@ -183,15 +182,8 @@ def each_once(names: Iterable[str]) -> list[str]:
     of_entry: dict[str, str] = {}
     for name in sorted(names):
         parent, last = os.path.split(name)
-        entry = os.path.join(real_directory(parent), last)
-        other = of_entry.setdefault(entry, name)
-        if other != name:
-            of_entry[entry] = min(other, name, key=_num_links)
-    return sorted(of_entry.values())
-
-
-def _num_links(name: str) -> int:
-    return sum(path.is_symlink() for path in (Path(name), *Path(name).parents))
+        of_entry.setdefault(os.path.join(real_directory(parent), last), name)
+    return [*of_entry.values()]
 
 
 def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> list[str]:
@@ -287,9 +279,8 @@ def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str, limit: in
 def unpacked(path: str, cache_dir: str, limit: int = 0) -> str:
     """Return the path of an uncompressed file: `path` itself unless it ends as `PACKED` says.
 
-    Raises:
-      ConfigError: the file cannot be read or is damaged, its copy takes more than the limit, or
-        pyarrow, which reads zstd, is not installed.
+    Raises ConfigError if the file cannot be read or is damaged, if its copy takes more than the
+    limit, or if pyarrow, which reads zstd, is not installed.
     """
     if not path.lower().endswith(PACKED):
         return path

@@ -100,16 +100,13 @@ class StoreFile:
 
     def __init__(self, url: str, size: int, store: "AbstractFileSystem", key: str):
         self.size = size
-        self._url = url
-        self._store = store
-        self._key = key
+        self._url, self._store, self._key = url, store, key
 
     def __str__(self) -> str:
         return self._url
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the bytes of a range, uint8 [stop - start]."""
-        value = np.empty(stop - start, np.uint8)
         starts = [*range(start, stop, REQUEST)]
         ends = [min(first + REQUEST, stop) for first in starts]
         with explained(self._url, self._key):
@@ -120,9 +117,7 @@ class StoreFile:
                 on_error="raise",
                 batch_size=REQUESTS_AT_ONCE,
             )
-            for first, end, piece in zip(starts, ends, pieces, strict=True):
-                value[first - start : end - start] = np.frombuffer(piece, np.uint8)
-        return value
+        return np.frombuffer(b"".join(pieces), np.uint8)
 
 
 class StoreFolder:
@@ -196,9 +191,7 @@ class HubFolder:
         with optional("huggingface_hub", "hub", key):
             import huggingface_hub
             import huggingface_hub.errors
-        self._library = huggingface_hub
-        self._model = model
-        self._key = key
+        self._library, self._model, self._key = huggingface_hub, model, key
         self._id, _, revision = model.partition("@")
         self._revision = revision or None
 

@@ -19,7 +19,6 @@ DEADLINE = "checkpoint.mirror_deadline_seconds"
 
 Answer = TypeVar("Answer")
 
-
 _S3_TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 # Protocol of a URL, which is also the name of the extra -> the fsspec library that speaks it, the
 # arguments for `fsspec.filesystem`, and where the library looks for credentials, in words.
@@ -108,9 +107,8 @@ def is_remote(path: str) -> bool:
 def open_store(url: str, key: str) -> "AbstractFileSystem":
     """Return the fsspec file system that a URL belongs to, without contacting the store.
 
-    Raises:
-      ConfigError: no library speaks the protocol, or it is not installed, or the URL holds
-        credentials; under `key`, which gave the URL, such as `data.path`.
+    Raises ConfigError if no library speaks the protocol, or it is not installed, or the URL holds
+    credentials; under `key`, which gave the URL, such as `data.path`.
     """
     protocol, _, place = url.partition("://")
     if protocol not in _PROTOCOLS:

@@ -95,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--wait", float, wait, "SECONDS", "for supervisors of other hosts to come, or come back"),
     ):
         text += " (default: %(default)g)"
-        parser.add_argument(
-            flag, type=number_flag(kind, 0), default=default, metavar=unit, help=text
-        )
+        number = number_flag(kind, 0)
+        parser.add_argument(flag, type=number, default=default, metavar=unit, help=text)
     return parser
 
 

@@ -254,7 +254,6 @@ class Council:
         return Finish(stop_code(number), "asked to stop")
 
     def _look(self) -> None:
-        """Note the sizes and the first step that process 0's trainer has told."""
         progress = self._progress()
         if progress.attempt != self._attempt.number:
             return
@@ -271,7 +270,6 @@ class Council:
         return there[: max((size for size in sizes if size <= len(there)), default=0)]
 
     def _gather(self) -> None:
-        """Start an attempt if all supervisors are there, or enough to go on with."""
         usable, waited = self._usable(), self._clock() - self._since
         missing = ", ".join(str(i) for i in range(self._count) if i not in self._there)
         patience = self._sizes.wait_seconds
@@ -313,7 +311,6 @@ class Council:
         self._previous = number
 
     def _grow(self) -> None:
-        """Ask the trainers to save when supervisors for a larger attempt have come."""
         attempt, number = self._attempt, len(self._usable())
         if attempt.ends or attempt.is_to_grow or self._stopped_by or not attempt.trained_at:
             return
@@ -327,7 +324,6 @@ class Council:
             self._orders.append(Save())
 
     def _end(self, member: int, code: int, how: str) -> None:
-        """Note how a trainer has ended, and let the others end, too."""
         attempt = self._attempt
         if member not in attempt.running:
             return
@@ -363,8 +359,8 @@ class Council:
         elif self._restarts_in_row >= self._policy.max_restarts:
             self.finish(code, f"giving up after {self._restarts_in_row} restarts")
         else:
-            doubled = self._policy.pause_seconds * 2.0 ** min(self._restarts_in_row, 30)
-            pause = min(LONGEST_PAUSE, doubled)
+            doublings = min(self._restarts_in_row, 30)
+            pause = min(LONGEST_PAUSE, self._policy.pause_seconds * 2.0**doublings)
             self._start_at += pause
             self._restarts_in_row += 1
             self._show(restarts=self.status.restarts + 1, state="restarts")

@@ -146,9 +146,7 @@ class Interruption:
     over SIGTERM, which `share_with_jax` takes back and passes on.
     """
 
-    def __init__(
-        self, on_request: Callable[[], None] = lambda: None, *, ends_process: bool = True
-    ) -> None:
+    def __init__(self, on_request: Callable[[], None] = lambda: None, *, ends_process: bool = True):
         self._on_request, self._ends_process = on_request, ends_process
         self._handler_of_jax: Callable[[int], None] | None = None
         self._signal: int | None = None

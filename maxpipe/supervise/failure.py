@@ -18,7 +18,7 @@ from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervise.ending import FAILED, LOST, PREEMPTED, announcers, leave, saying_if_possible
-from maxpipe.supervise.process import HUNG
+from maxpipe.supervise.process import HUNG, running
 from maxpipe.telemetry.writers import TelemetryError
 
 
@@ -107,16 +107,12 @@ def _print(error: Exception) -> None:
 @contextmanager
 def _listening() -> Iterator[None]:
     """End this process when another one posts a reason, even while it is in a collective."""
-    closed = threading.Event()
-    listener = threading.Thread(target=_listen, args=(closed,), name="ends", daemon=True)
-    listener.start()
     announcers.append(_announce)
     try:
-        yield
+        with running(_listen, "ends"):  # which must not use JAX's client while it is torn down
+            yield
     finally:
         announcers.remove(_announce)
-        closed.set()
-        listener.join()  # the thread must not use JAX's client while it is torn down
 
 
 def _listen(closed: threading.Event) -> None:

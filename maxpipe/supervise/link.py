@@ -21,6 +21,7 @@ from maxpipe.config.terminal import emit
 from maxpipe.storage.records import Damaged, parse_record
 from maxpipe.supervise.council import Council, Joined, Order, Report
 from maxpipe.supervise.ending import FAILED
+from maxpipe.supervise.process import running
 from maxpipe.supervise.secret import listening
 
 PING_SECONDS = 5.0
@@ -55,23 +56,22 @@ class Line:
     def __init__(self, connection: socket.socket, inbox: "Inbox"):
         self.member = -1  # the supervisor at its other side, once it has greeted
         self.heard = self._pinged = time.monotonic()
-        self.claimed = 0.0, 0.0  # since when, and when last, other lines have claimed its seat
+        self.claimed = 0.0  # when another line first claimed its seat
         self._socket, self._inbox = connection, inbox
         self._socket.settimeout(SILENCE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._receive, name="line", daemon=True).start()
 
-    def send(self, message: Report | Order | None) -> None:
-        """Send a message, or only a sign of life; raises OSError if the other side is gone."""
-        text = encode(message) if message is not None else ""
-        self._socket.sendall(text.encode() + b"\n")
+    def send(self, message: Report | Order) -> None:
+        """Send a message; raises OSError if the other side is gone."""
+        self._socket.sendall(encode(message).encode() + b"\n")
 
     def ping(self) -> None:
         """Send a sign of life if it is time for one; raises as `send`."""
         now = time.monotonic()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
-            self.send(None)
+            self._socket.sendall(b"\n")
 
     def close(self) -> None:
         with suppress(OSError):
@@ -101,24 +101,20 @@ class Hub:
         self._council = council
         self._inbox: Inbox = queue.SimpleQueue()
         self._seats: dict[int, Line] = {}  # member -> its line
-        self._closed = threading.Event()
 
     @contextmanager
     def serving(self, host: str, port: int, secret: str) -> Iterator[int]:
         """Listen at an address of this machine, or any port for 0; yield the port."""
-        thread = threading.Thread(target=self._serve, name="council", daemon=True)
-        with listening(host, port, lambda: secret, lambda c, _: Line(c, self._inbox)) as port:
-            thread.start()
-            try:
-                yield port
-            finally:
-                self._closed.set()
-                thread.join()
+        with (
+            listening(host, port, lambda: secret, lambda c, _: Line(c, self._inbox)) as port,
+            running(self._serve, "council"),
+        ):
+            yield port
 
-    def _serve(self) -> None:
+    def _serve(self, closed: threading.Event) -> None:
         until = float("inf")
         # At the end the others must get the last order: they close their lines once they have it.
-        while time.monotonic() < until and not (self._closed.is_set() and not self._seats):
+        while time.monotonic() < until and not (closed.is_set() and not self._seats):
             try:
                 with suppress(queue.Empty):
                     self._hear(*self._inbox.get(timeout=_TICK_SECONDS))
@@ -132,7 +128,7 @@ class Hub:
                     line.ping()
                     for order in orders:
                         line.send(order)
-            if self._closed.is_set():
+            if closed.is_set():
                 until = min(until, time.monotonic() + _FAREWELL_SECONDS)
 
     def _hear(self, line: Line, message: Report | Order | OSError) -> None:
@@ -140,10 +136,12 @@ class Hub:
         if isinstance(message, Joined) and line.member < 0:
             line.member = message.member
             other = self._seats.setdefault(line.member, line)
-            if other is not line and not self._is_heard_again(other):
-                # Its host may have failed. This one comes again until that line is found lost.
-                line.close()
-                return
+            if other is not line:
+                other.claimed = other.claimed or time.monotonic()
+                if other.heard - other.claimed <= _SURE_SECONDS:
+                    # Its host may have failed. This one comes again until that line is found lost.
+                    line.close()
+                    return
         has_seat = self._seats.get(line.member) is line
         if isinstance(message, OSError):
             line.close()
@@ -157,11 +155,3 @@ class Hub:
                     del self._seats[line.member]
                 with suppress(OSError):
                     line.send(refusal)
-
-    def _is_heard_again(self, line: Line) -> bool:
-        """Note that another line claims this one's seat; return whether both are alive."""
-        (since, last), now = line.claimed, time.monotonic()
-        if now - last > PING_SECONDS:  # another claim: who is sent away comes again within a second
-            since = now
-        line.claimed = since, now
-        return line.heard - since > _SURE_SECONDS

@@ -12,6 +12,7 @@ of the steps that were not named, the oldest step first. Imports no JAX.
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import socket
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -50,17 +51,8 @@ def hold(directory: Path) -> None:
 @contextmanager
 def shared_memory() -> Iterator[Path]:
     """Yield a new directory in memory, removed at the end, or by the next owner after a kill."""
-    with ExitStack() as stack:
-        try:
-            directory = stack.enter_context(_directory_in(_SHARED))
-        except OSError:  # there is none, or it is full: a disk has to do
-            directory = stack.enter_context(_directory_in(Path(tempfile.gettempdir())))
-        yield directory
-
-
-@contextmanager
-def _directory_in(parent: Path) -> Iterator[Path]:
-    """The owner of each directory locks a file beside it, and the lock ends with the process."""
+    parent = _SHARED if os.access(_SHARED, os.W_OK) else Path(tempfile.gettempdir())
+    # The owner of each directory locks a file beside it, and the lock ends with the process.
     for file in parent.glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError), file.open("rb") as lock:  # others' cannot be opened, or are locked
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import TelemetryConfig
@@ -81,18 +81,25 @@ def read_progress(path: Path) -> Progress:
     return Progress()
 
 
-def _downtime() -> dict[str, float]:
-    """Return seconds until the previous trainer had ended, and until this one began, if any."""
-    with suppress(ValueError):
-        detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
-        return {"detection": detection, "restart": max(0.0, time.time() - ended)}
-    return {}
+@contextmanager
+def running(
+    work: Callable[[threading.Event], object], name: str, patience: float | None = None
+) -> Iterator[None]:
+    """Run `work` in a thread, and at the end set the event that it gets and wait for it."""
+    closed = threading.Event()
+    thread = threading.Thread(target=work, args=(closed,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(patience)
 
 
 class Watchdog:
     """Ends the run with exit code 124 and all stacks when this process makes no progress.
 
-    Inert until entered as a context manager; limits of 0 s are none.
+    Inert without a thread that runs `watch`; limits of 0 s are none.
     """
 
     def __init__(
@@ -102,19 +109,9 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,  # stops while the machine sleeps
     ):
         self._step, self._clock = step_seconds, clock
-        self._closed = threading.Event()
         self._since, self._last, self._before_step = clock(), "the start", False
         self._allowed, self._key = startup_seconds, "telemetry.startup_deadline_seconds"
-        self._slowest_step = 0.0
-        self._hurried_at = math.inf
-
-    def __enter__(self) -> Self:
-        self._since = self._clock()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
+        self._slowest_step, self._hurried_at = 0.0, math.inf
 
     def progress(self, what: str, *, before_step: bool = True) -> None:
         """Restart the clock after `what`, such as "step 12"; next comes a step, or else a save."""
@@ -142,8 +139,8 @@ class Watchdog:
             return ""
         return f"nothing has happened for {allowed:.4g} s since {self._last} ({key})"
 
-    def _watch(self) -> None:
-        while not self._closed.wait(_POLL_SECONDS):
+    def watch(self, closed: threading.Event) -> None:
+        while not closed.wait(_POLL_SECONDS):
             if reason := self.overdue():
                 stream = sys.__stderr__ or sys.stderr
                 with saying_if_possible():
@@ -153,16 +150,15 @@ class Watchdog:
                 leave(HUNG, reason)
 
 
-class RunLease:
+class RunLease(NamedTuple):
     """Leases of a run's directory, then of its mirror; without leases its calls do nothing."""
 
-    def __init__(self, leases: Sequence[Lease] = ()):
-        self._leases = leases
+    leases: Sequence[Lease] = ()
 
     @property
     def lost(self) -> str:
         """Why one is lost, or ""."""
-        return next(filter(None, (lease.lost for lease in self._leases)), "")
+        return next(filter(None, (lease.lost for lease in self.leases)), "")
 
     def check(self) -> None:
         """Raise `LeaseLost` if a renewal has found a place gone or with another owner; cheap."""
@@ -171,7 +167,7 @@ class RunLease:
 
     def verify(self) -> None:
         """Look at the directory now; raises as `check`."""
-        for lease in self._leases[:1]:
+        for lease in self.leases[:1]:
             lease.verify()
         self.check()
 
@@ -221,7 +217,8 @@ class Supervision:
     lease: RunLease = field(default_factory=RunLease)
     owns_process: bool = True  # the run may end it; false in a program that calls the run
     progress: ProgressFile = field(default_factory=ProgressFile)
-    downtime: Mapping[str, float] = field(default_factory=dict)  # see `_downtime`
+    # Seconds until the previous trainer had ended, and until this one began, if any.
+    downtime: Mapping[str, float] = field(default_factory=dict)
     memory: Path | None = None  # the supervisor's directory in memory
 
     def finished_step(self, step: int) -> None:
@@ -235,11 +232,15 @@ def supervise_process(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     path, memory = os.environ.get(PROGRESS), os.environ.get(MEMORY)
-    with Interruption(watchdog.hurry) as interruption, watchdog:
+    downtime = {}
+    with suppress(ValueError):
+        detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
+        downtime = {"detection": detection, "restart": max(0.0, time.time() - ended)}
+    with Interruption(watchdog.hurry) as interruption, running(watchdog.watch, "watchdog"):
         yield Supervision(
             interruption,
             watchdog,
             progress=ProgressFile(Path(path) if path else None, job_of_process()[1]),
-            downtime=_downtime(),
+            downtime=downtime,
             memory=Path(memory) if memory else None,
         )

@@ -23,6 +23,7 @@ from maxpipe.config.shipped import locate_config, names_config
 from maxpipe.config.values import Scalar
 from maxpipe.storage.local_files import cache_directory
 from maxpipe.storage.object_store import is_remote
+from maxpipe.supervise.process import running
 
 SECRET = "MAXPIPE_SECRET"
 CALLER, LISTENER = "caller", "listener"
@@ -105,16 +106,14 @@ def prove(connection: socket.socket, secret: str, side: str) -> None:
         if is_known and side == LISTENER:
             connection.sendall(proof(LISTENER, own, other))
     if not is_known:
-        raise ConnectionError(
-            f"another program answers, or a supervisor with another output_dir or {SECRET}"
-        )
+        who = f"another program answers, or a supervisor with another output_dir or {SECRET}"
+        raise ConnectionError(who)
 
 
 def _receive(connection: socket.socket) -> bytes:
     received = b""
     while len(received) < _BYTES:
-        piece = connection.recv(_BYTES - len(received))
-        if not piece:
+        if not (piece := connection.recv(_BYTES - len(received))):
             raise EOFError
         received += piece
     return received
@@ -141,7 +140,7 @@ def listening(
                 return
         connection.close()
 
-    def accept() -> None:
+    def accept(closed: threading.Event) -> None:
         while not closed.is_set():
             try:
                 connection = server.accept()[0]
@@ -149,14 +148,11 @@ def listening(
             except (OSError, RuntimeError):  # none has come, or too many files or threads
                 closed.wait(_ACCEPT_SECONDS / 10)
 
-    closed, is_local = threading.Event(), host == "localhost"
+    is_local = host == "localhost"
     is_dual = not is_local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     place = host * is_local, port
     with socket.create_server(place, family=family, dualstack_ipv6=is_dual) as server:
         server.settimeout(_ACCEPT_SECONDS)
-        threading.Thread(target=accept, daemon=True).start()
-        try:
+        with running(accept, "listener"):
             yield server.getsockname()[1]
-        finally:
-            closed.set()

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +22,10 @@ from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices.cluster import WHOLE, Place, Sizes, job_of_process
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.supervise import council
+from maxpipe.supervise import council, ending, process
 from maxpipe.supervise.council import Council, Ended, Joined, Order, Policy, Report, Start
-from maxpipe.supervise.ending import (
-    LOST,
-    PREEMPTED,
-    die_with_parent,
-    handling,
-    numbers_to_pass_on,
-    stop_code,
-)
 from maxpipe.supervise.link import SILENCE_SECONDS, Hub, Inbox, Line
 from maxpipe.supervise.memory import Partners, hold, shared_memory
-from maxpipe.supervise.process import DOWNTIME, MEMORY, PROGRESS, STATUS_FILE, read_progress
 from maxpipe.supervise.secret import CALLER, prove, run_secret
 
 _LOOK_SECONDS = 0.1
@@ -52,7 +43,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=ending.die_with_parent(os.getpid()),
         )
         self.send = self._process.send_signal
         self._abort_at = self._kill_at = float("inf")
@@ -99,7 +90,6 @@ class Supervisor:
         self._trainer: TrainerProcess | None = None
         # An order to start, which waits until lost replicas are here again.
         self._starting: tuple[Start, threading.Event] | None = None
-        self._attempt = 0
         self._took_part = 0  # the latest attempt in which this supervisor was to take part
         self._downtime = ""
         self._sizes: Sizes | None = None  # of the latest trainer that has told any
@@ -114,7 +104,7 @@ class Supervisor:
         until, told = time.monotonic() + wait_seconds, ""
         while self.code is None:
             if asked := (self._stopped_by or (signals and signals[0])):
-                return stop_code(asked)
+                return ending.stop_code(asked)
             try:
                 self._converse(address, secret, signals)
             except OSError as error:
@@ -129,8 +119,9 @@ class Supervisor:
                     told = text
                     self._log(text)
                 if time.monotonic() > until:
-                    self._log(f"supervisor 0 has not come in {wait_seconds:g} s; exit code {LOST}")
-                    return LOST
+                    code = ending.LOST
+                    self._log(f"supervisor 0 has not come in {wait_seconds:g} s; exit code {code}")
+                    return code
                 time.sleep(_RETRY_SECONDS)
         return self.code
 
@@ -159,19 +150,18 @@ class Supervisor:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
         # Supervisor 0 reaches itself by an address that the others cannot use.
         served = f"{host if self._place.index else self._place.host}:{self._port}"
-        count, index, name = self._place.count, self._place.index, platform.node()
-        return Joined(count, name, served, self._took_part, index, self._sizes)
+        there = self._place.count, platform.node(), served
+        return Joined(*there, self._took_part, self._place.index, self._sizes)
 
     def handle(self, order: Order | Report | OSError) -> None:
         """Follow an order; raises OSError once there are no more."""
         match order:
             case Start():
-                self._attempt = order.attempt
                 self._prepare(order)
             case council.Save() | council.End() if self._starting is not None:
                 self._starting = None
-                code = PREEMPTED if isinstance(order, council.Save) else LOST
-                self._report(Ended(self._attempt, code))
+                code = ending.PREEMPTED if isinstance(order, council.Save) else ending.LOST
+                self._report(Ended(self._took_part, code))
             case council.Save() if self._trainer is not None:
                 self._trainer.send(signal.SIGTERM)
             case council.End() if self._trainer is not None:
@@ -184,7 +174,6 @@ class Supervisor:
                 raise order
 
     def _stop(self, number: int) -> None:
-        """Pass a signal that asks to stop on to the trainer, and tell the council."""
         # SIGHUP, which would kill the trainer, becomes SIGTERM.
         self._stopped_by = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if self._trainer is not None:
@@ -208,7 +197,7 @@ class Supervisor:
             order, self._starting = self._starting[0], None
             self._start(order)
         if (code := self._take_end()) is not None:
-            self._report(Ended(self._attempt, code))
+            self._report(Ended(self._took_part, code))
 
     def _prepare(self, order: Start) -> None:
         """Let `look` start the trainer, with partners once lost replicas are fetched."""
@@ -227,9 +216,9 @@ class Supervisor:
         environment = {
             "MAXPIPE_ATTEMPT": str(order.attempt),
             "MAXPIPE_JOB": order.job,
-            PROGRESS: str(self.progress_file),
-            MEMORY: str(own),
-            DOWNTIME: self._downtime,
+            process.PROGRESS: str(self.progress_file),
+            process.MEMORY: str(own),
+            process.DOWNTIME: self._downtime,
             WHOLE: order.whole,
         }
         if self._place.count > 1:
@@ -242,15 +231,11 @@ class Supervisor:
         try:
             hold(self._memory)
             own.mkdir(exist_ok=True)
-        except OSError as error:
-            self._log(f"the trainer gets no directory in memory: {error}")
-            environment[MEMORY] = ""
-        self.progress_file.unlink(missing_ok=True)
-        try:
+            self.progress_file.unlink(missing_ok=True)
             self._trainer = TrainerProcess(self._command, environment)
         except OSError as error:
             self._log(f"cannot start {self._command[0]}: {error.strerror}")
-            self._report(Ended(self._attempt, CONFIG_ERROR))
+            self._report(Ended(self._took_part, CONFIG_ERROR))
             return
         if self._stopped_by:  # the signal came while the order was on its way
             self._trainer.send(self._stopped_by)
@@ -263,7 +248,7 @@ class Supervisor:
         if self._trainer is None or (code := self._trainer.poll()) is None:
             return None
         self._trainer = None
-        progress = read_progress(self.progress_file)
+        progress = process.read_progress(self.progress_file)
         self._sizes = progress.sizes or self._sizes
         # An attempt without a step counts as part of the restart after the previous one.
         if progress.at or not self._downtime:
@@ -287,15 +272,15 @@ def supervise(
     signals: list[int] = []  # that ask to stop
     with ExitStack() as stack:
         # First, so that no signal leaves the memory behind.
-        stack.enter_context(handling(numbers_to_pass_on(), lambda n, _: signals.append(n)))
+        numbers = ending.numbers_to_pass_on()
+        stack.enter_context(ending.handling(numbers, lambda n, _: signals.append(n)))
         memory = stack.enter_context(shared_memory())
         partners, address = Partners(memory, place.index), (place.host, place.port)
         port = stack.enter_context(partners.serving(address[0]))
         supervisor = Supervisor(command, place, log, memory, partners, port)
         if place.index == 0:
-            head = Council(
-                place.count, policy, job, partial(read_progress, supervisor.progress_file), log
-            )
+            read_progress = partial(process.read_progress, supervisor.progress_file)
+            head = Council(place.count, policy, job, read_progress, log)
             try:
                 port = stack.enter_context(Hub(head).serving(*address, secret))
             except OSError as error:
@@ -303,32 +288,19 @@ def supervise(
                 message += "or choose another one in JAX_COORDINATOR_ADDRESS"
                 raise ConfigError(Problem("", message)) from error
             address = "localhost", port
-            stack.enter_context(_writing_status(head, supervisor.progress_file))
+            write_status = partial(_write_status, head, supervisor.progress_file)
+            # A file system may stall for longer than other supervisors tolerate silence.
+            stack.enter_context(process.running(write_status, "status", _LAST_STATUS_SECONDS))
         stack.callback(supervisor.end)
         return supervisor.follow(address, secret, policy.wait_seconds, signals)
 
 
-@contextmanager
-def _writing_status(head: Council, progress: Path) -> Iterator[None]:
-    """Write `supervisor.json` into the run's directory every few seconds, and at the end.
-
-    In a thread: a file system may stall for longer than other supervisors tolerate silence.
-    """
-    closed = threading.Event()
-
-    def serve() -> None:
-        run, is_last = "", False
-        while not is_last:
-            is_last = closed.wait(_STATUS_SECONDS)
-            if run := run or read_progress(progress).run:
-                text = json.dumps(head.status._asdict())
-                with suppress(OSError):
-                    write_atomically(Path(run) / STATUS_FILE, [text.encode()])
-
-    thread = threading.Thread(target=serve, name="status", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
-        thread.join(_LAST_STATUS_SECONDS)
+def _write_status(head: Council, progress: Path, closed: threading.Event) -> None:
+    """Write `supervisor.json` into the run's directory every few seconds, and at the end."""
+    run, is_last = "", False
+    while not is_last:
+        is_last = closed.wait(_STATUS_SECONDS)
+        if run := run or process.read_progress(progress).run:
+            text = json.dumps(head.status._asdict())
+            with suppress(OSError):
+                write_atomically(Path(run) / process.STATUS_FILE, [text.encode()])

@@ -25,7 +25,6 @@ class Console:
     median; its line has its own seconds, and no speed.
 
     Args:
-      start_step: steps finished before this process.
       log_every: print every so many steps, and the first and the last one; 0 = no steps.
       peak_seconds: seconds of a step at the peak FLOP/s of all devices; None leaves MFU out.
     """

@@ -133,21 +133,16 @@ class SlowProcess:
 
     All processes of a pipeline take equally long for a step; the seconds of each stage without its
     waiting show which of them the others wait for. A stage with more layers may be what is slow.
-    The first step of a process compiles, and is left out.
     """
 
     def __init__(self, processes: Sequence[frozenset[int]]):
         self._processes = processes
-        self._is_first = True
         self._named: frozenset[int] | None = None
         self._suspect: frozenset[int] | None = None
         self._steps = 0  # in a row with this suspect
 
     def after_step(self, step: int, seconds: Sequence[float]) -> str | None:
         """Return a line to print after a step, given the seconds of each stage."""
-        if self._is_first:
-            self._is_first = False
-            return None
         times: dict[frozenset[int], float] = {}
         for holders, of_stage in zip(self._processes, seconds, strict=True):
             times[holders] = max(times.get(holders, 0.0), of_stage)

@@ -34,10 +34,9 @@ class Recorder:
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
       keeps_later: whether newer steps are saved; if so their rows stay until `give_up_later`.
-      tokens_per_step: tokens in a global batch.
       peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
         if the chip is unknown.
-      is_main: false in all processes but one; if false the recorder does nothing.
+      is_main: false in all processes but one, in which the recorder does nothing.
       stage_processes: for each stage, the processes that hold it; empty unless stages have programs
         of their own, in different processes.
     """
@@ -72,10 +71,9 @@ class Recorder:
             peak_seconds=peak_seconds,
         )
         is_required, print_line = config.telemetry.required, self._console.print_line
-        self._keeps_later = keeps_later
         self._metrics = Sink(
             str(run_dir / METRICS),
-            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=self._keeps_later),
+            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=keeps_later),
             is_required=is_required,
             print_line=print_line,
             tries_again=True,
@@ -155,7 +153,6 @@ class Recorder:
     def give_up_later(self) -> None:
         """Drop the rows of newer steps if they were kept: the steps are set aside now."""
         if self._is_main:
-            self._keeps_later = False  # also for a file that is opened only later
             self._metrics.use(MetricsFile.give_up_later)
 
     def evaluation(
@@ -177,8 +174,8 @@ class Recorder:
             parts.append(f"{bits_per_byte:.4f} bits/byte")
         values |= {f"loss/{name}": loss for name, loss in losses.items()}
         # NaN, which has no order, comes first.
-        worst = sorted(losses, key=lambda name: (losses[name] < math.inf, -losses[name]))
-        worst = worst[:SOURCES_SHOWN]
+        ranked = sorted(losses, key=lambda name: (losses[name] < math.inf, -losses[name]))
+        worst = ranked[:SOURCES_SHOWN]
         parts += [f"{name} {loss:.4f}" for name, loss in losses.items() if name in worst]
         if len(losses) > len(worst):
             parts.append(f"and {len(losses) - len(worst)} lower")

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
@@ -29,7 +29,6 @@ Value = float | int | None | list[float]  # a list has a number for each layer, 
 Row = Mapping[str, Value]
 CHANGED = "changed"  # in rows about changed keys
 REQUIRED = "telemetry.required"
-REOPENING_SECONDS = 30  # between attempts to open a writer, which may have to read a large file
 
 WriterT = TypeVar("WriterT")
 PrintLine = Callable[[str], None]
@@ -50,12 +49,9 @@ def not_written(what: str, error: Exception, is_required: bool, print_line: Prin
 class Sink(Generic[WriterT]):
     """Holds a writer whose first error is printed, or ends the run if `telemetry.required` says so.
 
-    At the end the number of failed writes is printed, too.
-
     Args:
       name: name of the file, for messages.
-      tries_again: whether a later write, or opening the writer later, may succeed; otherwise a
-        writer that failed is given up.
+      tries_again: whether a later write may succeed; otherwise a writer that failed is given up.
     """
 
     def __init__(
@@ -71,48 +67,35 @@ class Sink(Generic[WriterT]):
         self._is_required = is_required
         self._print_line = print_line
         self._tries_again = tries_again
-        self._failures = 0  # uses that have failed
-        self._has_warned = False
-        self._open_writer: Callable[[], WriterT] | None = (
-            open_writer  # None once closed or given up
-        )
-        self._next_opening = -math.inf
+        self._failures = 0
         self.writer: WriterT | None = None
-        self._try(lambda _: None)
+        with self._reporting():
+            self.writer = open_writer()
 
     def use(self, action: Callable[[WriterT], None]) -> None:
         """Call `action` with the writer, if there is one."""
-        self._failures += not self._try(action)
+        if self.writer is not None:
+            with self._reporting():
+                action(self.writer)
 
     def close(self, action: Callable[[WriterT], None]) -> None:
         """Call `action`, which closes the writer, once; print how many writes have failed."""
-        if self.writer is not None:
-            self.use(action)
-        self.writer = self._open_writer = None
-        if self._tries_again and self._failures:
+        self.use(action)
+        if self.writer is not None and self._failures:
             times = "once" if self._failures == 1 else f"{self._failures} times"
             self._print_line(f"{self._name} lacks what could not be written {times}")
-            self._failures = 0
+        self.writer = None
 
-    def _try(self, action: Callable[[WriterT], None]) -> bool:
-        """Call `action` with the writer, opened first if need be; return whether nothing failed."""
-        if self._open_writer is None:
-            return True
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
         try:
-            if self.writer is None:
-                if time.monotonic() < self._next_opening:
-                    return False
-                self._next_opening = time.monotonic() + REOPENING_SECONDS
-                self.writer = self._open_writer()
-            action(self.writer)
+            yield
         except OSError as error:
-            if self._is_required or not self._has_warned:
+            self._failures += 1
+            if self._is_required or self._failures == 1:
                 not_written(self._name, error, self._is_required, self._print_line)
-            self._has_warned = True
             if not self._tries_again:
-                self.writer = self._open_writer = None
-            return False
-        return True
+                self.writer = None
 
 
 class MetricsFile:
@@ -133,14 +116,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self._path, self._last_step = path, last_step
         self._unsaved = unsaved_rows(path)
         given_up = sum(_seconds(row[1]) for row in map(parse_row, _lines(self._unsaved)) if row)
         self._unsaved.unlink(missing_ok=True)
         self._is_apart = keeps_later  # rows of this start are in a file of their own
-        self._is_given_up = False
         self.lost_seconds = given_up + (0.0 if keeps_later else _drop_after(path, last_step))
         self._file = (self._unsaved if keeps_later else path).open("ab", buffering=0)
         self._is_torn = False
@@ -153,25 +133,15 @@ class MetricsFile:
         self._append({"step": step, CHANGED: key, "before": before, "now": now})
 
     def give_up_later(self) -> None:
-        """Replace the rows after `last_step` with this start's, if they were kept.
-
-        If that fails, the next writes and `close` try again.
-        """
-        self._is_given_up = True
-        self._join()
-
-    def _join(self) -> None:
-        if not (self._is_apart and self._is_given_up):
-            return
-        self.lost_seconds += _drop_after(self._path, self._last_step, self._unsaved)
-        apart, self._file = self._file, self._path.open("ab", buffering=0)
-        self._is_apart = self._is_torn = False
-        apart.close()
-        self._unsaved.unlink(missing_ok=True)
+        """Replace the rows after `last_step` with this start's, if they were kept."""
+        if self._is_apart:
+            self.lost_seconds += _drop_after(self._path, self._last_step, self._unsaved)
+            apart, self._file = self._file, self._path.open("ab", buffering=0)
+            self._is_apart = self._is_torn = False
+            apart.close()
+            self._unsaved.unlink(missing_ok=True)
 
     def _append(self, row: Mapping[str, object]) -> None:
-        with suppress(OSError):  # which `give_up_later` has raised; the row stays apart
-            self._join()
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._is_torn:
             line = b"\n" + line
@@ -181,10 +151,7 @@ class MetricsFile:
         self._is_torn = False
 
     def close(self) -> None:
-        try:
-            self._join()
-        finally:
-            self._file.close()
+        self._file.close()
 
 
 def _finite_or_none(value: Value) -> object:
@@ -241,19 +208,6 @@ def _seconds(row: Mapping[str, object]) -> float:
     return seconds if isinstance(seconds, float) else 0.0
 
 
-@contextmanager
-def _not_importable(*names: str) -> Iterator[None]:
-    """Make imports of modules fail as if they were not installed, unless already loaded."""
-    hidden = [name for name in names if name not in sys.modules]
-    # None is Python's sign for that.
-    sys.modules.update((name, cast(ModuleType, None)) for name in hidden)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
 class TensorBoard:
     """Writes scalars and texts as TensorBoard events; hides earlier points after `last_step`.
 
@@ -262,20 +216,23 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, last_step: int):
-        # The import takes a quarter of a second, which only the process that writes should pay.
-        with _not_importable(*NOT_NEEDED):
+        hidden = [name for name in NOT_NEEDED if name not in sys.modules]
+        # None is Python's sign for a module that is not installed.
+        sys.modules.update((name, cast(ModuleType, None)) for name in hidden)
+        try:  # here, since the import takes a quarter of a second
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.summary import scalar, text
-
+        finally:
+            for name in hidden:
+                del sys.modules[name]
         self._event = Event
         self._scalar, self._text = scalar, text
         directory.mkdir(parents=True, exist_ok=True)
         self._file = EventsWriter(str(directory / "events"))
         started = SessionLog(status=SessionLog.START)
-        self._file.write_event(
-            Event(wall_time=time.time(), step=last_step + 1, session_log=started)
-        )
+        event = Event(wall_time=time.time(), step=last_step + 1, session_log=started)
+        self._file.write_event(event)
         self.flush()
 
     def write(self, step: int, scalars: Row) -> None:

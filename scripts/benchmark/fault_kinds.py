@@ -15,7 +15,7 @@ from typing import NamedTuple
 from small_disk import SmallDisk
 from supervised_run import Processes, wait_until
 
-from maxpipe.checkpoint.steps import OWN, PARTNER, committed_steps, step_path
+from maxpipe.checkpoint.steps import OWN, PARTNER, StepsDirectory, committed_steps
 
 LONGEST_PAUSE_SECONDS = 5.0  # until a launcher starts again what was killed
 FREEZE_SECONDS = (2.0, 25.0)
@@ -116,7 +116,7 @@ def _damage_checkpoint(scene: Scene, victim: int) -> None:
         for part in (OWN, PARTNER):
             for run in (memory / part).glob("*") if memory else ():
                 shutil.rmtree(run, ignore_errors=True)  # a trainer may be writing there
-    newest = step_path(scene.run / "checkpoints", scene.checkpoints[-1])
+    newest = StepsDirectory(scene.run / "checkpoints").of(scene.checkpoints[-1])
     largest = max(
         (path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
     )

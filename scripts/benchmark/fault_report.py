@@ -12,7 +12,7 @@ from fault_kinds import KINDS
 
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import step_record
-from maxpipe.checkpoint.steps import step_path
+from maxpipe.checkpoint.steps import StepsDirectory
 
 ROUNDING = 1e-5  # by which losses on another mesh differ, relatively
 
@@ -44,7 +44,7 @@ def differences(whole: Path, disturbed: Path, step: int, resized: float = math.i
     problems = loss_differences(whole, disturbed, step, resized)
     saved = []
     for run in (whole, disturbed):
-        directory = step_path(run / "checkpoints", step)
+        directory = StepsDirectory(run / "checkpoints").of(step)
         leaves = step_record(directory).leaves
         arrays = dict(load(directory, leaves, dict.fromkeys(leaves)))
         saved.append({name: np.asarray(array).tobytes() for name, array in arrays.items()})

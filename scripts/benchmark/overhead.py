@@ -51,13 +51,14 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
     """
     from maxpipe.checkpoint.arrays import named_leaves
     from maxpipe.checkpoint.digest import digests
-    from maxpipe.supervise.process import Watchdog
+    from maxpipe.supervise.process import Watchdog, running
     from maxpipe.training.batches import batch_digest
 
     case = make_case(STEP, SIZE, 1)
     bare, guarded = Update(guard=False), Update()
     filtered = Update(**{"optimizer.spike_window": 128})
-    with Watchdog(startup_seconds=3600, step_seconds=1800) as watchdog:
+    watchdog = Watchdog(startup_seconds=3600, step_seconds=1800)
+    with running(watchdog.watch, "watchdog"):
         parts: dict[str, Callable[[], float]] = {
             STEP: lambda: seconds(case.step),
             GUARD: lambda: guarded() - bare(),

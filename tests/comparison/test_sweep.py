@@ -47,7 +47,7 @@ def test_sweep_names_stay_legal_short_and_different():
     long = members(f"data.path={path}1,{path}2", overrides=["data.source=text"])
     assert [member.name for member in long] == ["base-1", "base-2"]
     same = members("data.path=/a+b,/a_b", overrides=["data.source=text"])
-    assert [member.name for member in same] == ["base-path_a_b", "base-path_a_b-2"]
+    assert [member.name for member in same] == ["base-path_a_b", "base-2"]
 
 
 def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsys):

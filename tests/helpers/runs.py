@@ -14,7 +14,7 @@ from helpers.commands import exit_code
 from maxpipe import train as command
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import step_record
-from maxpipe.checkpoint.steps import committed_steps, step_path
+from maxpipe.checkpoint.steps import StepsDirectory, committed_steps
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def checkpoints(root: Path) -> list[int]:
 
 def saved(root: Path, step: int) -> dict[str, np.ndarray]:
     """Load the arrays of a checkpoint by name, data position and random key included."""
-    directory = step_path(root / "checkpoints", step)
+    directory = StepsDirectory(root / "checkpoints").of(step)
     leaves = step_record(directory).leaves
     loaded = load(directory, leaves, dict.fromkeys(leaves))
     return {name: np.asarray(array) for name, array in loaded}

@@ -73,7 +73,7 @@ def test_watchdog_looks_until_it_is_closed_and_ends_a_hang_that_it_cannot_print(
     monkeypatch.setattr(process, "leave", lambda *words: codes.append(words))
     monkeypatch.setattr(Watchdog, "overdue", lambda self: "hangs")
     monkeypatch.setattr(sys, "__stderr__", Broken())
-    with Watchdog(0.1):
+    with process.running(Watchdog(0.1).watch, "watchdog"):
         time.sleep(0.5)
     time.sleep(0.1)
     seen = len(codes)

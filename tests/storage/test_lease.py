@@ -173,17 +173,6 @@ def test_lease_removed_by_hand_is_made_again(place, objects, lines):
         lease.release()
 
 
-def test_lease_that_cannot_be_written_leaves_no_file(place, monkeypatch):
-    def open_on_full_disk(path, *_, **__):
-        path.touch()
-        return open("/dev/full", "w")
-
-    monkeypatch.setattr(Path, "open", open_on_full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        place.create(NAME, "text")
-    assert names(place) == []
-
-
 @pytest.mark.parametrize("error", [PermissionError(), OSError(errno.EMFILE, "too many")])
 def test_lease_of_a_process_that_cannot_be_seen_is_refused(place, lines, monkeypatch, error):
     dead_owner(place)

@@ -1,7 +1,6 @@
 """Supervisors and their trainers as processes; the trainers are a few lines of Python."""
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -312,20 +311,6 @@ def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas
     here.end()
     here.handle(Start(6, 7, "", (0, 1, 2), previous=5))  # 5 began while its line was lost
     assert partners.forgot[3:] == [True, True]
-
-
-def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_path, monkeypatch):
-    def fail(directory):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(supervisor, "hold", fail)
-    log = []
-    here = supervisor_in(tmp_path, "true", log=log.append)
-    here.handle(Start(1, 7, ""))
-    here.look()
-    here.end()
-    assert here._downtime, "no trainer has run"
-    assert "the trainer gets no directory in memory: [Errno 28] No space left on device" in log
 
 
 def test_supervise_command_that_is_not_there_ends_with_2(tmp_path):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from maxpipe.telemetry import writers
 from maxpipe.telemetry.writers import MetricsFile, Sink, TelemetryError, TensorBoard
 
 
@@ -98,34 +97,6 @@ def test_metrics_file_reopened_without_giving_up_has_the_later_rows(
     assert keeps_later or not (tmp_path / "metrics.unsaved.jsonl").exists()
 
 
-@pytest.mark.parametrize("rows_after", [0, 1])
-def test_metrics_file_that_cannot_give_rows_up_tries_again_with_the_next_row_and_at_the_end(
-    tmp_path, gone_back, monkeypatch, rows_after
-):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "metrics.jsonl"
-    monkeypatch.setattr(writers, "write_atomically", fail)
-    with pytest.raises(OSError, match="No space"):
-        gone_back.give_up_later()
-    gone_back.write({"step": 3, "loss": 2.0})
-    assert path.read_text().splitlines()[:3] == BEFORE
-    monkeypatch.undo()
-    if rows_after:
-        gone_back.write({"step": 4, "loss": 1.0})
-        assert len(rows(path)) == 4
-    gone_back.close()
-    assert [row["loss"] for row in rows(path)] == [3.0, 2.25, 2.0, 1.0][: 3 + rows_after]
-    assert not (tmp_path / "metrics.unsaved.jsonl").exists()
-
-
-def test_metrics_file_that_is_not_a_regular_one_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")
-    with pytest.raises(FileExistsError, match="not a regular file"):
-        MetricsFile(tmp_path / "metrics.jsonl", 0)
-
-
 def test_metrics_file_counts_steps_of_a_start_that_had_saved_nothing_as_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))
@@ -175,27 +146,6 @@ def test_sink_says_its_first_error_and_may_give_up_after_it(tries_again):
     warning = f"warning: {reason}; training continues; telemetry.required=true would end it"
     lack = "the log lacks what could not be written 2 times"
     assert lines == [warning, lack][: 1 + tries_again]
-
-
-@pytest.mark.parametrize(
-    ("pause", "written", "said"),
-    [(0, ["b", "c", "close"], "once"), (1000, [], "3 times")],  # not opened for every use
-)
-def test_sink_that_cannot_be_opened_is_opened_later(monkeypatch, pause, written, said):
-    monkeypatch.setattr(writers, "REOPENING_SECONDS", pause)
-    asked, places, lines = [], ["full", "full", "open"], []
-
-    def opened():
-        write([], places.pop(0))
-        return asked
-
-    sink = Sink("the log", opened, is_required=False, print_line=lines.append, tries_again=True)
-    for text in ("a", "b", "c"):
-        sink.use(lambda asked, text=text: write(asked, text))
-    sink.close(lambda asked: write(asked, "close"))
-    assert asked == written
-    assert lines[0].startswith("warning: the log cannot be written: No space left on device; ")
-    assert lines[1:] == [f"the log lacks what could not be written {said}"]
 
 
 @pytest.mark.parametrize("fails_at", ["open", "write", "close"])
