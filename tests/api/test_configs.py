@@ -24,9 +24,10 @@ def test_load_config_of_an_unknown_name_lists_the_shipped_ones():
         maxpipe.load_config("lama3-8b")
 
 
-def test_configs_import_no_heavy_library_and_schedules_no_jax():
+def test_configs_import_no_heavy_library_and_what_needs_no_devices_no_jax():
+    """Such as a schedule by name, and the mistakes of training, a plan and a compilation."""
     program = """
-import sys
+import contextlib, sys
 import maxpipe
 from maxpipe.config import load, notes, print_config, resolve
 from maxpipe.config.printing import describe
@@ -37,6 +38,14 @@ notes(resolve(loaded, 4), loaded), print_config(loaded), maxpipe.load_config("ba
 heavy = {"jax", "numpy", "flax", "optax", "orbax", "grain"}
 assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 maxpipe.schedule("lockstep_1f1b", stages=2, microbatches=2)._repr_html_()
+from maxpipe import schedule, train
+from maxpipe.compile import __main__ as compile
+from maxpipe.plan import __main__ as plan
+schedule.main(["1f1b"])
+words = {train: ["stepz=7"], plan: ["--topology", "v5q:2x2"], compile: ["mesh.ici.fsdp=3"]}
+for command, wrong in words.items():
+    with contextlib.suppress(SystemExit):
+        command.main(["base", *wrong])
 assert "numpy" in sys.modules and not {"jax", "flax"} & {*sys.modules}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

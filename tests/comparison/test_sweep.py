@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from helpers.commands import exit_code
 
-from maxpipe import train
+from maxpipe import runs, train
 from maxpipe.comparison import sweep as sweep_module
 from maxpipe.comparison.sweep import plan_members
 from maxpipe.config import load
@@ -90,8 +90,11 @@ def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
     assert "sweep       2 of 3 runs are done, own-seed_2 failed with exit code 42\n" in printed
 
 
-def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ran, capfd):
+def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(
+    ran, monkeypatch, capsys
+):
     """As one that does not fit into memory: it has a configuration and no figures."""
+    monkeypatch.setattr(subprocess, "run", lambda words, check: runs.main([*words[3:]]))
     ran.side_effect = (0, 1)
     done, failed = Path("runs", "base-seed_1"), Path("runs", "base-seed_2")
     done.mkdir(parents=True)
@@ -101,7 +104,7 @@ def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ra
     for root in (done, failed):
         (root / "config.yml").write_text("run_name: x\n")
     assert train.main(["base", "--sweep", "seed=1,2"]) == 1
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert re.search(r"^base-seed_1 .*2\.5", printed, re.MULTILINE)
     assert "sweep       1 of 2 runs are done, base-seed_2 failed with exit code 1\n" in printed
 
@@ -127,16 +130,13 @@ SWEEP = (
 )
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "printed"), [(signal.SIGINT, 130, "saved\n"), (signal.SIGKILL, -9, "")]
-)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_sweep_hands_a_signal_on_waits_for_the_save_and_leaves_no_run_behind(number, code, printed):
-    with subprocess.Popen(
-        [sys.executable, "-c", SWEEP], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(number)
-        # The end of the output: nobody holds it any more.
-        assert process.communicate(timeout=20)[0] == printed
-    assert process.returncode == code
+def test_sweep_hands_a_signal_on_waits_for_the_save_and_leaves_no_run_behind():
+    for number, code, printed in ((signal.SIGINT, 130, "saved\n"), (signal.SIGKILL, -9, "")):
+        words = [sys.executable, "-c", SWEEP]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(number)
+            # The end of the output: nobody holds it any more.
+            assert process.communicate(timeout=20)[0] == printed
+        assert process.returncode == code

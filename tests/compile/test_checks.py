@@ -1,6 +1,5 @@
 """Mistakes in the command line of `maxpipe.compile` are reported before JAX is imported."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -77,22 +76,6 @@ def test_flags_are_checked_again_once_the_devices_of_an_unknown_chip_decide_the_
         more = f"pipeline.schedule={schedule}", f"{flag}=out"
         assert exit_code(command.main, [BASE, *words, *more]) == 2
         assert f"{flag}: is for " in capsys.readouterr().err
-
-
-def test_what_needs_no_devices_imports_no_jax():
-    """A schedule by name, and the mistakes of a plan and a compilation."""
-    code = """
-import contextlib, sys
-from maxpipe import schedule
-from maxpipe.compile import __main__ as compile
-from maxpipe.plan import __main__ as plan
-schedule.main(["1f1b"])
-for main, words in ((plan.main, ["--topology", "v5q:2x2"]), (compile.main, ["mesh.ici.fsdp=3"])):
-    with contextlib.suppress(SystemExit):
-        main(["base", *words])
-sys.exit("jax" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_units_are_those_of_the_schedule():

@@ -48,17 +48,17 @@ def test_the_compiler_ends_with_a_plan_that_is_killed(tmp_path, compiler):
         assert reader.wait(20) == 0  # the compiler does not hold the file any more
 
 
-@pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
-def test_a_plan_that_is_stopped_ends_the_compiler(name, error, tmp_path, compiler, monkeypatch):
+def test_a_plan_that_is_stopped_ends_the_compiler(tmp_path, compiler, monkeypatch):
     (tmp_path / "files").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
-    compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 1\nkill -{name} $PPID\nexec sleep 60")
-    with pytest.raises(error):
-        compile_configuration("", print)
-    assert not [*(tmp_path / "files").iterdir()]
-    with suppress(ChildProcessError):  # it has ended, and has been waited for
-        _, status = os.waitpid(int((tmp_path / "pid").read_text()), 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    for name, error in (("INT", KeyboardInterrupt), ("TERM", SystemExit)):
+        compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 1\nkill -{name} $PPID\nexec sleep 60")
+        with pytest.raises(error):
+            compile_configuration("", print)
+        assert not [*(tmp_path / "files").iterdir()]
+        with suppress(ChildProcessError):  # it has ended, and has been waited for
+            _, status = os.waitpid(int((tmp_path / "pid").read_text()), 0)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def test_a_compiler_without_a_report_fails_for_the_reason_that_it_printed(compiler):

@@ -100,8 +100,7 @@ class TestLocal:
             done = fakes.run(SCRIPTS / "local.sh", *words)
             assert (done.returncode, "usage: local.sh" in done.stderr) == (2, True), words
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes, number):
+    def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes):
         python = script(
             fakes.directory / "python",
             f"#!{sys.executable}",
@@ -109,25 +108,27 @@ class TestLocal:
             "if sys.argv[1] == '-c': sys.exit(print(1))",
             "def end(number, frame):",
             "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)",
-            f"signal.signal({int(number)}, end)",
+            "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):",
+            "    signal.signal(number, end)",
             "print('ready', flush=True); time.sleep(60)",
         )
-        logs = fakes.directory / "logs"  # which is made
-        with inherited(signal.SIGHUP, signal.SIG_DFL):
-            process = subprocess.Popen(
-                [SCRIPTS / "local.sh", "2", "a.yml"],
-                env={**os.environ, "PYTHON": str(python), "LOG_DIR": str(logs)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
-        assert process.stdout.readline() == "ready\n"
-        until_written(log := logs / "local-1.log")
-        os.killpg(process.pid, number)  # as a terminal does
-        assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
-        assert log.read_text() == f"ready\ngot {int(number)}\n"
-        assert process.returncode == 75
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            logs = fakes.directory / f"logs {int(number)}"  # which is made
+            with inherited(signal.SIGHUP, signal.SIG_DFL):
+                process = subprocess.Popen(
+                    [SCRIPTS / "local.sh", "2", "a.yml"],
+                    env={**os.environ, "PYTHON": str(python), "LOG_DIR": str(logs)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,
+                )
+            assert process.stdout.readline() == "ready\n"
+            until_written(log := logs / "local-1.log")
+            os.killpg(process.pid, number)  # as a terminal does
+            assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
+            assert log.read_text() == f"ready\ngot {int(number)}\n"
+            assert process.returncode == 75
 
 
 def until_written(file):
@@ -224,7 +225,7 @@ class TestTpuVm:
                 (worker / "maxpipe" / name).write_text(f"{text}\n")
             assert subprocess.check_output(remote, cwd=worker, text=True) == f"{said}\n"
 
-    def test_help_dry_runs_and_mistakes_call_nothing(self, fakes, tpu_vm):
+        # Help, dry runs and mistakes call nothing.
         assert "create NAME --zone" in tpu_vm("--help").stdout
         for action in ("create", "setup", "run", "status", "logs", "resume", "delete"):
             words = ("--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml")

@@ -253,13 +253,27 @@ class Remembered:
         self.forgot.append("rest")
 
 
-def supervisor_in(directory, *command, count=1, index=0, partners=None, log=print):
+def supervisor_in(directory, *command, count=1, index=0, partners=None):
     place = Place("localhost", 0, count, index)
-    return Supervisor(command, place, log, directory, partners or Remembered(), 1)
+    return Supervisor(command, place, print, directory, partners or Remembered(), 1)
 
 
-def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path):
-    here = supervisor_in(tmp_path, "sleep", "60")
+class Obedient:
+    """A trainer that has ended once it is asked to."""
+
+    def __init__(self, *_):
+        self.code = None
+
+    def poll(self):
+        return self.code
+
+    def end_within(self, seconds):
+        self.code = -signal.SIGABRT
+
+
+def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "TrainerProcess", Obedient)
+    here = supervisor_in(tmp_path)
 
     def downtime_after(progress):
         here.handle(Start(1, 7, ""))
@@ -287,8 +301,11 @@ def test_supervisor_ends_its_trainer_by_the_most_urgent_order(tmp_path):
         here.look()
 
 
-def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(tmp_path):
-    here = supervisor_in(tmp_path, "sleep", "60", count=3, index=2)
+def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "TrainerProcess", Obedient)
+    here = supervisor_in(tmp_path, count=3, index=2)
     here.handle(Start(5, 7, "", (0, 1)))
     assert here.greeting("host").attempt == 0, "it has only waited"
     here.handle(Start(6, 7, "", (0, 1, 2)))
