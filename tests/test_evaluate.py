@@ -1,7 +1,5 @@
 """The command `maxpipe.evaluate` as far as it needs no lm-eval."""
 
-import sys
-
 import pytest
 
 from maxpipe.evaluate import main
@@ -12,13 +10,6 @@ def _error(words, capsys):
         main(words)
     assert end.value.code == 2
     return capsys.readouterr().err
-
-
-def test_evaluate_without_lm_eval_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    message = _error(["runs/base", "--tasks", "a"], capsys)
-    assert "--tasks: needs lm_eval" in message
-    assert "[eval]" in message
 
 
 def test_evaluate_wrong_words_are_refused(tmp_path, capsys):

@@ -90,10 +90,3 @@ def test_command_bad_input_exits_with_2_and_reason(run_dir, capsys):
         code, out, error = call(capsys, run_dir, *words, prompt=prompt)
         assert (code, out) == (2, "")
         assert message in error
-
-
-def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):
-    assert f"RUN_DIR: {tmp_path} holds no checkpoint" in call(capsys, tmp_path)[2]
-    code, _, error = call(capsys, tmp_path / "nowhere")
-    assert code == 2
-    assert "there is no directory" in error

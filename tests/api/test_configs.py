@@ -19,11 +19,6 @@ def test_load_config_by_name_and_by_path_is_that_of_the_command():
     assert (config.model.num_layers, config.steps, config.run_name) == (8, 7, "base")
 
 
-def test_load_config_of_an_unknown_name_lists_the_shipped_ones():
-    with pytest.raises(ValueError, match="did you mean llama3-8b"):
-        maxpipe.load_config("lama3-8b")
-
-
 def test_configs_import_no_heavy_library_and_what_needs_no_devices_no_jax():
     """Such as a schedule by name, and the mistakes of training, a plan and a compilation."""
     program = """

@@ -60,12 +60,8 @@ def test_schedule_csv_holds_its_table(tmp_path):
 
 def test_schedule_refuses_with_a_value_error():
     for names, options, message in (
-        ([], {}, "name a schedule, one of"),
-        (["zb_h3"], {}, "zb_h3"),
         (["1f1b"], {"stage": 4}, "did you mean stages?"),
         (["1f1b"], {"stages": 0}, "stages: must be at least 1"),
-        (["1f1b"], {"forward": [1, 2], "stages": 3}, "forward"),
-        (["zb_v"], {"repeats": 3}, "repeats"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
             maxpipe.schedule(*names, **options)

@@ -122,20 +122,6 @@ def test_restore_equal_bits_of_other_dtype_are_damage(checkpointer, directory, s
         checkpointer.restore({"a": jax.ShapeDtypeStruct((6,), np.float32)}, step=20)
 
 
-def test_restore_two_damaged_steps_falls_back_twice_and_the_run_goes_on(
-    checkpointer, directory, messages, samples
-):
-    samples.save(checkpointer, 10, 20, 30)
-    checkpointer.wait()
-    truncate(directory / "30")
-    record_file(directory / "20").unlink()
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
-    assert sorted(path.name for path in directory.iterdir()) == ["10", "20.damaged", "30.damaged"]
-    assert len(messages) == 3
-    samples.save(checkpointer, 20)
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-
-
 def test_restore_damaged_steps_that_nothing_replaces_raises_every_time(
     copied, checkpointer, messages, samples
 ):

@@ -278,12 +278,3 @@ def test_entries_with_unfinished_marks_have_their_other_state_and_are_kept(
     assert [(entry.step, entry.state) for entry in entries] == [(10, "damaged"), (20, "committed")]
     start(30)
     assert {name.partition("/")[0] for name in objects() if "/" in name} == {"10", "20", "30"}
-
-
-def test_save_mirror_that_stops_answering_ends_with_the_reason(start, samples, store, monkeypatch):
-    monkeypatch.setattr(store, "put", lambda *_, **__: threading.Event().wait())
-    checkpointer = start(mirror_deadline_seconds=1)
-    samples.save(checkpointer, 10)
-    match = r"not answered for 1 s \(checkpoint.mirror_dead.*they are safe in"
-    with pytest.raises(CheckpointSaveError, match=match):
-        checkpointer.wait()

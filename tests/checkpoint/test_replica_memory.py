@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.checkpoint.replicas import (
-    BUFFERS,
-    COPIES,
-    Share,
-    describe,
-    reserve,
-    shard_bytes,
-)
+from maxpipe.checkpoint.replicas import BUFFERS, COPIES, Share, describe, reserve, shard_bytes
 from maxpipe.config.errors import ConfigError
 
 MESH = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("a", "b"))

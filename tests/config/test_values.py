@@ -3,12 +3,7 @@
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.values import Scalar, check_bounds, check_type, convert
 
-KEYS = {
-    int: "steps",
-    float: "optimizer.learning_rate",
-    bool: "data.packing",
-    str: "run_name",
-}
+KEYS = {int: "steps", float: "optimizer.learning_rate", bool: "data.packing", str: "run_name"}
 
 
 def error_of(function, *arguments):

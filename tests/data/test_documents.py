@@ -6,12 +6,7 @@ import pytest
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import (
-    EncodedDocuments,
-    MarkedText,
-    open_documents,
-    split_documents,
-)
+from maxpipe.data.documents import EncodedDocuments, MarkedText, open_documents, split_documents
 from maxpipe.data.tokenizers import load_tokenizer
 
 

@@ -57,14 +57,11 @@ def environment(monkeypatch):
 
 
 def test_find_place_takes_jax_s_variables(environment):
+    assert find_place() == Place("localhost", 0, 1, 0)
     for address, host in (("a.b:70", "a.b"), ("10.0.0.1:70", "10.0.0.1"), ("[::1]:70", "::1")):
         variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3"}
         environment(variables | {"JAX_PROCESS_ID": "2"})
         assert find_place() == Place(host, 70, 3, 2)
-
-
-def test_find_place_without_several_processes_is_that_of_the_only_one(environment):
-    assert find_place() == Place("localhost", 0, 1, 0)
 
 
 def test_find_place_asks_jax_about_slurm(environment):

@@ -23,11 +23,7 @@ from maxpipe.devices.start import (
     start_processes,
 )
 
-FOUR = {
-    "JAX_COORDINATOR_ADDRESS": "host:1234",
-    "JAX_NUM_PROCESSES": "4",
-    "JAX_PROCESS_ID": "3",
-}
+FOUR = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
 
 

@@ -79,10 +79,7 @@ def test_decoder_logits_equal_training_forward(values):
     np.testing.assert_allclose(case.logits(TOKENS, 3), expected[:, 2:], atol=2e-4, rtol=1e-4)
 
 
-EXPERTS_WITH_WINDOWS = LAYERS_THAT_DIFFER | {
-    "model.moe.experts": 4,
-    "model.moe.per_token": 2,
-}
+EXPERTS_WITH_WINDOWS = LAYERS_THAT_DIFFER | {"model.moe.experts": 4, "model.moe.per_token": 2}
 
 
 @pytest.mark.parametrize(

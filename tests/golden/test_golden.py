@@ -6,7 +6,6 @@
 from pathlib import Path
 
 import pytest
-from golden import record
 from golden.recording import NAMES, load, run_and_read, tolerance
 from golden.values import above, differences
 
@@ -35,8 +34,3 @@ def test_run_gives_recorded_values(results, name):
     assert not isinstance(actual, str), actual
     found = differences(load(name)["values"], actual)
     assert above(found, tolerance(name)) == {}
-
-
-def test_recording_again_without_a_reason_is_refused():
-    with pytest.raises(SystemExit, match="--reason"):
-        record.main([NAMES[0]])

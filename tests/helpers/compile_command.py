@@ -31,11 +31,7 @@ def run(
     """Run the command from the repository root, with `environment` added to this process's."""
     command = [sys.executable, "-m", "maxpipe.compile", *last_words(map(str, words))]
     return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(environment or {})},
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **(environment or {})}
     )
 
 

@@ -15,15 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from helpers.engines import (
-    Result,
-    assert_same,
-    make_batch,
-    mpmd_state,
-    reference,
-    result_of,
-    tiny,
-)
+from helpers.engines import Result, assert_same, make_batch, mpmd_state, reference, result_of, tiny
 from helpers.training_process import DEADLINE_SECONDS, ends, members
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config

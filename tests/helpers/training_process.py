@@ -124,9 +124,6 @@ class TrainingProcess:
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def send_to_group(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
-
     def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
         return self._process.wait(seconds)

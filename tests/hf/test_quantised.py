@@ -61,11 +61,7 @@ def test_fp8_numbers_are_products_with_the_scales_of_their_blocks(tmp_path):
     for block, scale, message in (
         (BLOCK, {}, "w is F8_E4M3, which is read as F8_E4M3 with w_scale_inv for .*convert"),
         (BLOCK, {"w_scale_inv": np.ones((3, 2), np.float32)}, "blocks of 8 x 4; convert"),
-        (
-            None,
-            {"w_scale_inv": scales},
-            "no quantization_config.weight_bl.*convert",
-        ),
+        (None, {"w_scale_inv": scales}, "no quantization_config.weight_bl.*convert"),
     ):
         write_config(tmp_path, block)
         (tmp_path / "x.safetensors").unlink()

@@ -47,12 +47,7 @@ def close(actual, expected):
 
 @pytest.mark.parametrize(
     ("shape", "tiles", "names"),
-    [
-        ((2, 12), 3, ["both"]),
-        ((2, 11), 4, [*OPTIONS]),
-        ((30,), 8, ["both"]),
-        ((2, 2), 5, ["both"]),
-    ],
+    [((2, 12), 3, ["both"]), ((2, 11), 4, [*OPTIONS]), ((30,), 8, ["both"]), ((2, 2), 5, ["both"])],
 )
 def test_losses_in_tiles_equal_losses_at_once(shape, tiles, names):
     arguments = inputs(shape)

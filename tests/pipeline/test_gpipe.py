@@ -325,13 +325,6 @@ def test_execute_pipeline_passes_on_keyword_arguments_of_any_name():
     kernel = variables["params"]["PipelineModule_0"]["Scaled_0"]["Dense_0"]["kernel"]
     assert_close(y, 15 * (15 * batch() @ kernel[0]) @ kernel[1])
 
-    class Graph(nnx.Module):
-        def __call__(self, x, **kwargs):
-            return x * sum(kwargs.values())
-
-    run = shard_map(lambda x: summed(Graph(), x, **names), 2, (WHOLE,), WHOLE)
-    assert_close(run(batch()), 15 * 15 * batch())
-
 
 def test_docstring_examples_run():
     results = doctest.testmod(gpipe)

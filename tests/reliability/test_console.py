@@ -11,7 +11,7 @@ from helpers.training_process import DEADLINE_SECONDS, command, steps_of
 
 from maxpipe import ctrl_c
 from maxpipe.__main__ import COMMANDS
-from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
+from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, no_tracebacks
 
 ONE_DEVICE = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 
@@ -106,11 +106,3 @@ def test_no_tracebacks_characters_beyond_the_encoding_are_escaped(monkeypatch):
     with no_tracebacks():
         print("h\u00e9 \u2603")
     assert raw.getvalue() == b"h\\xe9 \\u2603\n"
-
-
-def test_emit_disk_of_the_console_is_full_warns_once(capsys):
-    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as stream:
-        emit("one", stream)
-        emit("two", stream)
-        assert capsys.readouterr().err.count("No space left on device; the run continues") == 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

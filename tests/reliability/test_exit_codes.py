@@ -5,10 +5,11 @@ tests/multiprocess.
 """
 
 import errno
+import time
 
 import pytest
 from helpers.runs import checkpoints
-from helpers.training_process import train_here
+from helpers.training_process import TrainingProcess, command, train_here
 
 from maxpipe.telemetry.writers import MetricsFile
 
@@ -42,24 +43,6 @@ def test_train_stop_after_exits_with_0_and_with_1_once_all_checkpoints_are_damag
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("required", ["false", "true"])
-def test_train_telemetry_that_cannot_be_written_exits_with_1_where_it_is_required(
-    tmp_path, capsys, required
-):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "tensorboard").write_text("in the way")
-    words = ("checkpoint.every=2", f"telemetry.required={required}")
-    is_required = required == "true"
-    assert main(tmp_path, *words) == is_required
-    ended = capsys.readouterr()
-    shown = f"{tmp_path}/base/tensorboard cannot be written: "
-    lines = (ended.err if is_required else ended.out).splitlines()
-    (line,) = (line for line in lines if shown in line)
-    assert line.startswith("error: " if is_required else "warning: ")
-    assert checkpoints(tmp_path / "base") == ([] if is_required else [2])
-    assert ("done: 2 steps" in ended.out) is not is_required
-
-
 def test_train_required_metrics_that_fail_later_exit_with_1_and_the_reason(
     tmp_path, capsys, monkeypatch
 ):
@@ -80,3 +63,41 @@ def test_train_bad_configuration_exits_with_2(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("config error: optimizer.learning_rate")
     assert lines[-1] == "1 problem found"
+
+
+NO_ROOM = """
+import errno, os
+from maxpipe.supervise.ending import run_command
+from maxpipe.train import main
+
+mkdir = os.mkdir
+
+def refuse(path, *words, **options):
+    if "2.orbax-checkpoint-tmp" in os.fspath(path):
+        raise OSError(errno.ENOSPC, "No space left on device", os.fspath(path))
+    mkdir(path, *words, **options)
+
+os.mkdir = refuse
+run_command(main)
+"""
+
+
+def test_train_failed_save_is_one_message_that_names_safe_steps(tmp_path):
+    """Threads of libraries print hundreds of lines of tracebacks, and wait for minutes."""
+    words = command(tmp_path, "mesh.simulated_devices=1", "mesh.ici.stage=1", "mesh.ici.data=1")
+    words += ["mesh.ici.fsdp=1", "steps=2", "checkpoint.every=1"]
+    with TrainingProcess(tmp_path / "log", words, {"JAX_NUM_CPU_DEVICES": "1"}, NO_ROOM) as process:
+        process.wait_for("error: saving checkpoint")
+        failed_at = time.monotonic()
+        assert process.wait() == 1
+        assert time.monotonic() - failed_at < 10
+    errors = process.output[process.output.index("\nstep 2/2") :].splitlines()
+    (message,) = (line for line in errors if line.startswith("error: "))
+    failed = f"saving checkpoint {tmp_path}/base/checkpoints/2 failed: No space left on device"
+    assert failed in message
+    assert f"; safe: step 1 in {tmp_path}/base/checkpoints" in message
+    assert "lower checkpoint.keep" in message
+    assert len(errors) <= 6, process.output
+    assert "Traceback" not in process.output
+    assert checkpoints(tmp_path / "base") == [1]
+    assert not (tmp_path / "base" / "lease.json").exists()

@@ -6,17 +6,12 @@ import pytest
 from helpers.runs import assert_same_run, checkpoints, losses
 from helpers.training_process import train_here
 
-from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.training.batches import BatchPlacer
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-HERE = (
-    "checkpoint.every=2",
-    "checkpoint.keep=100",
-    "steps=12",
-)
+HERE = ("checkpoint.every=2", "checkpoint.keep=100", "steps=12")
 BACK = "checkpoint.resume=2"
 FOLLOWED = "was followed by an earlier attempt of this job, which has reached step"
 OTHER = "optimizer.learning_rate=0.01"  # so that the two ways from step 2 on have other losses
@@ -147,23 +142,3 @@ class TestRowsOfMetrics:
         assert run(tmp_path) == 0
         assert losses(root) == expected
         assert not (root / "metrics.unsaved.jsonl").exists()
-
-    @pytest.fixture(scope="class")
-    def second(self, tmp_path_factory, compiled_once):
-        directory = tmp_path_factory.mktemp("second")
-        assert run(directory, "stop_after=2") == 0
-        assert run(directory, OTHER) == 0
-        return losses(directory / "base")
-
-    @pytest.mark.parametrize(
-        ("owner", "name", "call"),
-        [(OrbaxWriter, "start", 1), (BatchPlacer, "__call__", 6)],
-        ids=["before the commit", "after the first save"],
-    )
-    def test_train_that_went_back_and_ended_after_its_first_save_has_the_rows_of_the_new_way(
-        self, root, tmp_path, monkeypatch, second, owner, name, call
-    ):
-        crash_at(monkeypatch, owner, name, call, lambda: run(tmp_path, BACK, OTHER))
-        assert abandoned(root) == [f"{step}.abandoned" for step in (4, 6, 8)]
-        assert run(tmp_path, OTHER) == 0
-        assert losses(root) == second

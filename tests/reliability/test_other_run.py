@@ -6,7 +6,7 @@ import pytest
 from helpers.runs import checkpoints, losses, rows, saved
 from helpers.training_process import train_here
 
-from maxpipe.checkpoint.record import record_file, step_record
+from maxpipe.checkpoint.record import step_record
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -124,14 +124,3 @@ def test_train_checkpoints_moved_away_leave_a_run_that_starts_again(ours, tmp_pa
     assert main(ours.parent, "stop_after=1") == 0
     assert "4 steps, fresh" in capsys.readouterr().out
     assert sorted(losses(ours)) == [1]
-
-
-def test_train_damaged_last_step_is_not_finished_and_is_trained_again(runs, ours, capsys):
-    record = record_file(ours / "checkpoints" / "2")
-    record.write_bytes(record.read_bytes()[:-1])
-    assert main(ours.parent, "steps=2") == 0
-    output = capsys.readouterr().out
-    assert "step 2 of steps=2 is saved, but damaged" in output
-    assert "is finished" not in output
-    assert checkpoints(ours) == [1, 2]
-    assert losses(ours) == losses(runs / "ours" / "base")

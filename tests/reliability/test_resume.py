@@ -7,14 +7,7 @@ import signal
 import time
 
 import pytest
-from helpers.runs import (
-    assert_same_run,
-    checkpoints,
-    losses,
-    output_dir,
-    train,
-    write_config,
-)
+from helpers.runs import assert_same_run, checkpoints, losses, output_dir, train, write_config
 from helpers.training_process import TrainingProcess
 
 from maxpipe.supervise.ending import PREEMPTED

@@ -69,15 +69,6 @@ def test_signal_second_ctrl_c_exits_at_once(numbers, code, ended, monkeypatch):
         assert interruption.exit_code == code
 
 
-def test_signal_second_ctrl_c_exits_with_stuck_main_thread(ended):
-    with Interruption() as interruption:
-        interruption.begin()
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        wait_until(lambda: ended)
-    assert ended == [INTERRUPTED]
-
-
 def test_signals_end_a_process_that_cannot_print():
     """Its writes fail, as those to the pipe of a `tee` that Ctrl-C has ended."""
     read, broken = os.pipe()

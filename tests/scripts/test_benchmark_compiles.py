@@ -1,9 +1,6 @@
 """Test the benchmarks that compile, with compilers that answer from tables."""
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from helpers.hand_timed import BASIS, CONSTANTS
@@ -16,7 +13,6 @@ from maxpipe.devices.xla_flags import names_in
 from maxpipe.plan.search.candidate import Proof
 
 predict = load_script("benchmark/predict")
-plan_accuracy = load_script("benchmark/plan_accuracy")
 tune_flags = load_script("benchmark/tune_flags")
 PARTS = dict.fromkeys(Part, 0.125) | {Part.MATRIX_PRODUCTS: 0.5}
 PREDICTED = Prediction(1.0, BASIS, PARTS, bubble=0.1, speed=Speed(1.0, 0.4)).as_json()
@@ -58,41 +54,6 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(monkey
         "no prediction: large: does not fit: 20.0 of 14.9 GiB",
         "no prediction: cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2",
     ]
-
-
-def test_plan_accuracy_goes_on_where_it_stopped_and_compiles_nothing_twice(
-    tmp_path, monkeypatch, capsys
-):
-    file = tmp_path / "drawn.json"
-    base = Path(__file__).parents[2] / "configs" / "base.yml"
-    words = [str(base), "data.sequence_length=64", "--topology", "v5p:2x2x1", "--count", "3"]
-    compiled = []
-
-    def run(*more):
-        monkeypatch.setattr(sys, "argv", ["x", *words, "--results", str(file), *more])
-        plan_accuracy.main()
-        return capsys.readouterr().out.splitlines()
-
-    def compile_configuration(text, note):
-        if len(compiled) == 2:
-            raise KeyboardInterrupt
-        compiled.append(text)
-        return Proof(2.0**30, 0.25 * len(compiled), True, "", 1.0)
-
-    monkeypatch.setattr(plan_accuracy, "compile_configuration", compile_configuration)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert "2 of 3 compiled" in run("--stored")
-    first = compiled.pop(0)  # what is stored is not compiled again, and the third one is
-    lines = run()
-    assert first not in compiled
-    assert "3 of 3 compiled" in lines
-    assert "slower than the fastest compiled" in lines[-2]
-    assert lines[-1].endswith("slowest / fastest 2.00")
-    found = json.loads(file.read_text())["candidates"]
-    assert [entry["seconds"] for entry in found] == [0.25, 0.5, 0.5]
-    with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
-        run("--seed", "2")
 
 
 def test_tune_flags_combines_sets_that_fit_and_gain_and_prints_the_fastest_for_a_shell(

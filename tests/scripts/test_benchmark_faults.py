@@ -4,13 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import SCRIPTS, load_script
 
-faults = load_script("benchmark/faults")
 report = load_script("benchmark/fault_report")
 
 
@@ -68,14 +65,3 @@ def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path):
         ([2.25 * (1 + 5e-6)], 2, [last]),
     ]:
         assert report.loss_differences(whole, write("other", losses), 2, resized) == problems
-
-
-def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed():
-    before = "checkpoint 10 is damaged\nstarts attempt 2"
-    for kind, printed, missed in (
-        ("damaged checkpoint", "checkpoint 30 in /runs is damaged: digest of x", False),
-        ("damaged checkpoint", "\nstep 31/100", True),
-        ("SIGKILL", "\nstep 31/100", False),
-    ):
-        run = SimpleNamespace(has_ended=False, output=lambda text=before + printed: text)
-        assert faults.Scene(run, Path("run"), None, None).missed(kind, len(before)) == missed

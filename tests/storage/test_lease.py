@@ -6,8 +6,9 @@ import os
 import re
 import threading
 import time
+from itertools import chain, repeat
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import fsspec
 import pytest
@@ -200,22 +201,10 @@ def test_lease_of_a_lost_directory_is_lost(lines, tmp_path):
 
 def test_lease_whose_store_fails_for_a_while_is_renewed_afterwards(place, lines, monkeypatch):
     monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
-    failed, renewed = threading.Event(), threading.Event()
-    read, renew = place.read, place.renew
-
-    def read_or_fail(name):
-        if not failed.is_set():
-            failed.set()
-            raise OSError(5, "Input/output error")
-        return read(name)
-
-    def renew_and_say(*words):
-        renew(*words)
-        if failed.is_set():
-            renewed.set()
-
-    monkeypatch.setattr(place, "read", read_or_fail)
-    monkeypatch.setattr(place, "renew", renew_and_say)
+    results = chain([OSError(5, "Input/output error")], repeat(DEFAULT))
+    renewed, renew = threading.Event(), place.renew
+    monkeypatch.setattr(place, "read", Mock(wraps=place.read, side_effect=results))
+    monkeypatch.setattr(place, "renew", lambda *words: (renew(*words), renewed.set()))
     lease = acquire(place, Owner.this_process(), lines.append)
     os.utime(place._path / NAME, (0, 0))
     assert renewed.wait(60)

@@ -55,8 +55,7 @@ def test_status_that_is_missing_or_damaged_is_a_config_error(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("--max-restarts", "-1"), ("--pause", "-0.5"), ("--wait", "nan"), ("--pause", "soon")],
+    "words", [("--max-restarts", "-1"), ("--pause", "-0.5"), ("--wait", "nan"), ("--pause", "soon")]
 )
 def test_options_below_0_end_with_2(words, capsys):
     with pytest.raises(SystemExit) as end:

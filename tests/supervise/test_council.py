@@ -131,12 +131,6 @@ def test_council_restarts_all_after_a_pause(run, code):
     assert run.council.status.last_end.startswith("process 0 on host0 ended by ")
 
 
-@pytest.mark.parametrize("code", [0, 1, 42, 130])
-def test_council_finishes_with_a_final_code(run, code):
-    orders = run.end((0, code), (1, code))
-    assert orders[-1] == Finish(code, "")
-
-
 @pytest.mark.parametrize(
     ("codes", "seconds"),
     [

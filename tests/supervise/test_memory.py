@@ -112,25 +112,6 @@ def test_copy_new_steps_brings_all_files_and_removes_what_the_source_removed(ser
     assert json.loads((source / COPIED).read_text()) == [f"{RUN}/10", f"{RUN}/20"]
 
 
-def test_copy_new_steps_that_is_cut_short_leaves_no_step(served, tmp_path, monkeypatch):
-    source, copy_to = served
-    write(source / OWN, 10)
-    copy = memory._copy
-
-    def cut(origin, target, size, closed):
-        copy(origin, target, min(size, 1000), closed)
-        if size > 1000:
-            raise OSError("connection reset")
-
-    monkeypatch.setattr(memory, "_copy", cut)
-    with pytest.raises(memory.ERRORS):
-        copy_to(tmp_path / "copy")
-    assert steps_in(tmp_path / "copy") == []
-    monkeypatch.setattr(memory, "_copy", copy)
-    copy_to(tmp_path / "copy")
-    assert is_whole(tmp_path / "copy", 10)
-
-
 @pytest.mark.parametrize(("word", "part"), [("other", OWN), ("word", "..")])
 def test_partners_answer_no_other_word_and_no_other_part(served, tmp_path, word, part):
     source, copy_to = served

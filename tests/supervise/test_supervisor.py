@@ -167,10 +167,7 @@ def memory_of(run, index, attempt=0):
 
 
 def test_supervise_one_process_restarts_it_with_its_memory_and_passes_a_signal_on(tmp_path):
-    with (
-        inherited(signal.SIGHUP, signal.SIG_DFL),
-        Supervised(tmp_path, "wait replica wait") as run,
-    ):
+    with inherited(signal.SIGHUP, signal.SIG_DFL), Supervised(tmp_path, "wait replica wait") as run:
         run.ready(1)
         own, _ = memory_of(run, 0)
         shutil.rmtree(own.parent)
@@ -380,10 +377,6 @@ def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back
         run.start(1)
         assert run.codes() == [0, 0]
     output = run.output()
-    assert re.findall("one of .*", output) == [
-        "one of 2 of ",
-        "one of 1 of all",
-        "one of 2 of ",
-    ]
+    assert re.findall("one of .*", output) == ["one of 2 of ", "one of 1 of all", "one of 2 of "]
     assert "with 1 of 2 processes (0): process 1 has not come back in 0.5 s" in output
     assert output.index("saves, to go on with 2 of 2") < output.rindex("got 15")

@@ -2,12 +2,9 @@ import io
 import json
 import math
 
-import pytest
-
 from maxpipe.config import Config, replace
 from maxpipe.telemetry.profiling import PHASES
 from maxpipe.telemetry.recorder import Recorder
-from maxpipe.telemetry.writers import TelemetryError
 
 
 def recorder(tmp_path, *, steps=20, log_every=10, required=False, dense_layers=0, **options):
@@ -154,10 +151,3 @@ def test_recorder_of_files_that_cannot_be_written_warns_once_and_goes_on(tmp_pat
     assert "metrics.jsonl cannot be written: No space left on device; training continues" in said
     assert "tensorboard cannot be written: " in said
     assert [row["step"] for row in rows(tmp_path)] == [1, 4, 4, 4]
-
-
-def test_recorder_of_required_files_that_cannot_be_written_raises(tmp_path):
-    r = recorder(tmp_path, required=True)
-    fill_disk(r)
-    with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)"):
-        r.step(1, 5.0, 1.5, 3e-4, 0.5)

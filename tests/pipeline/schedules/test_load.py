@@ -65,10 +65,7 @@ def ordered(*orders):
         (ordered(*ORDERS), "must return a Table, .* and num_microbatches=4"),
         (lambda s, m: None, "own:function must return a Table"),
         (ordered(ORDERS[1], ORDERS[0]), "1F0 is no unit of stage 0"),
-        (
-            ordered(ORDERS[0], [*ORDERS[1], ("F", 7, 1)]),
-            "1F7 .* microbatches 0 to 0",
-        ),
+        (ordered(ORDERS[0], [*ORDERS[1], ("F", 7, 1)]), "1F7 .* microbatches 0 to 0"),
     ],
 )
 def test_table_of_an_own_function_is_validated(monkeypatch, build, message):

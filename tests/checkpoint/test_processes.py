@@ -1,4 +1,7 @@
+"""A checkpointer whose process is killed, and two that save and restore together."""
+
 import os
+import random
 import subprocess
 import sys
 import time
@@ -13,6 +16,8 @@ from maxpipe.config import CheckpointConfig
 from maxpipe.devices.cluster import free_port
 
 MEMBER = Path(__file__).with_name("two_processes.py")
+SAVER = Path(__file__).with_name("save_forever.py")
+ROWS = 1 << 20
 
 
 def run_both(*arguments):
@@ -52,3 +57,41 @@ def test_checkpointer_two_processes_save_restore_and_fall_back_together(director
 @pytest.mark.grid
 def test_checkpointer_two_processes_without_directory_restore_from_mirror(directory, mirror_url):
     run_both(directory, mirror_url)
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.grid)])
+def test_kill_during_saves_loses_no_committed_step(directory, rounds):
+    draw, newest = random.Random(rounds), 0
+    target = {
+        name: jax.ShapeDtypeStruct((ROWS,), dtype)
+        for name, dtype in (("large", np.int32), ("host", np.int64))
+    }
+    for _ in range(rounds):
+        newest = max(newest, kill_while_saving(draw.uniform(0.0, 0.5), directory))
+        checkpointer = Checkpointer(directory, CheckpointConfig(keep=2), log=pytest.fail)
+        restored = checkpointer.restore(target)
+        step = restored.step
+        assert step >= newest
+        large = np.arange(ROWS, dtype=np.int32) * np.int32(step)
+        assert np.array_equal(restored.state["large"], large)
+        assert np.array_equal(restored.state["host"], np.full(ROWS, step))
+        assert np.array_equal(restored.iterator, np.full((2, 3), step))
+        assert restored.meta == {"step": step}
+        newest = step
+
+
+def kill_while_saving(delay, directory):
+    """Kill the saver `delay` seconds after its first commits; return the last step it reported."""
+    process = subprocess.Popen(
+        [sys.executable, SAVER, directory], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        for _ in range(2):
+            assert process.stdout.readline().startswith("committed")
+        time.sleep(delay)
+    finally:
+        process.kill()
+        rest = process.communicate()[0]
+    return max(
+        (int(line.split()[1]) for line in rest.splitlines() if len(line.split()) == 2), default=0
+    )
