@@ -136,7 +136,6 @@ def compiled_once():
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """The address of a running server."""
     module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")
     pytest.importorskip("s3fs", reason="needs the extra `s3`")
     running = module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -98,7 +98,6 @@ class TestFinishedRun:
         assert before == files(root)
 
     def test_train_from_the_written_config_repeats_the_run(self, finished, tmp_path):
-        """The run's config.yml is a complete configuration file."""
         root, _ = finished
         train([str(root / "config.yml"), f"output_dir={tmp_path}"])
         assert losses(tmp_path / "tiny") == losses(root)

@@ -85,7 +85,6 @@ def directory(tmp_path):
 
 @pytest.fixture
 def messages():
-    """Return the list of warnings of `checkpointer`."""
     return []
 
 
@@ -98,7 +97,6 @@ def checkpointer(directory, messages):
 
 @pytest.fixture
 def mirror_url(s3):
-    """Return the URL of a run's steps in a bucket of its own."""
     bucket = f"bucket-{len(s3.list_buckets()['Buckets'])}"
     s3.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/runs/base/checkpoints"
@@ -111,8 +109,6 @@ def store(s3):
 
 @pytest.fixture
 def objects(store, mirror_url):
-    """Return a function that lists the names of all objects below `mirror_url`, sorted."""
-
     def names():
         return sorted(path.partition("/checkpoints/")[2] for path in store.find(mirror_url))
 

@@ -63,8 +63,6 @@ def test_build_mesh_varies_dcn_slowest():
 
 
 class OneSlice(FakeDevice):
-    """A device of the only slice."""
-
     slice_index = 0
 
 

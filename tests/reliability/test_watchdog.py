@@ -61,8 +61,6 @@ def test_watchdog_says_which_deadline_is_over(limits, acts, reason):
 
 
 class Broken:
-    """A stream that cannot be written."""
-
     def write(self, text):
         raise BrokenPipeError
 

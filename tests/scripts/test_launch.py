@@ -34,8 +34,6 @@ for pattern, answer in answers.items():
 
 
 class Fakes:
-    """Fake commands that record their calls and print set answers."""
-
     def __init__(self, directory):
         self.directory = directory
         self.notes, self.answers = directory / "notes", directory / "answers"

@@ -35,7 +35,6 @@ document.title = JSON.stringify([seen, location.hash, command.textContent, units
 
 
 def drawn_keys(seed):
-    """Return keys of the page, drawn at random."""
     draw = random.Random(seed)
     keys = {"stages": draw.choice([2, 4, 8]), "microbatches": draw.choice([4, 8, 16, 32])}
     keys |= {"repeats": draw.choice([1, 2, 4]), "comm": draw.choice([0, 0.05, 0.3])}

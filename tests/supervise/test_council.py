@@ -22,8 +22,6 @@ from maxpipe.supervise.process import Progress
 
 
 class Supervised:
-    """A council of some supervisors, and what it has said."""
-
     def __init__(self, count=2, **policy):
         self.now = 1.0
         self.log = []

@@ -43,8 +43,6 @@ def test_message_decoded_is_what_was_encoded(message):
 
 
 class Member:
-    """A connection to a hub, as a supervisor or as a stranger."""
-
     def __init__(self, port, number, host="localhost", count=2):
         self.socket = socket.create_connection((host, port))
         prove(self.socket, SECRET, CALLER)

@@ -235,8 +235,6 @@ def test_supervise_ends_though_a_file_system_stalls_and_writes_the_end_when_it_c
 
 
 class Remembered:
-    """Partners that note what they begin with."""
-
     def __init__(self):
         self.forgot = []
 
