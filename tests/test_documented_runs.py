@@ -16,6 +16,7 @@ import sys
 import pytest
 from helpers.documentation import COMMANDS, lay_out
 from helpers.hf_folder import write_tokenizer
+from helpers.megatron import write_indexed
 from helpers.runs import checkpoints, losses, rows
 from helpers.training_process import TINY_MODEL
 
@@ -77,6 +78,7 @@ def place(tmp_path_factory):
         "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
+    write_indexed(directory / "data" / "web_text_document", [[[*range(2, 60)]]] * 100)
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
     (plan,) = (c for c in COMMANDS if "--write best.yml" in c and "llama3-8b" in c)

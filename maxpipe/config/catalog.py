@@ -253,6 +253,7 @@ class DataSource(Variant):
     Attributes:
       needs_path: whether `data.path` says where the documents are; other sources read no path.
       suffixes: endings of the files that are read in a directory.
+      by_prefix: whether `data.path` may also name files without their ending, or the companions.
       companion: ending of the file next to each of these that is read with it, "" if none is.
       version: "module:function". For a source without a path, returns a text that changes whenever
         the documents do; "" if they never change. For one with a path, takes a part of the path
@@ -262,15 +263,18 @@ class DataSource(Variant):
         `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
       has_column: whether `data.column` names the column that has the documents.
+      knows_lengths: whether documents have `lengths`, so that a mixture may be weighted by tokens.
     """
 
     needs_path: bool = True
     suffixes: tuple[str, ...] = ("",)
+    by_prefix: bool = False
     companion: str = ""
     version: str = ""
     needs_tokenizer: bool = True
     is_chat: bool = False
     has_column: bool = False
+    knows_lengths: bool = False
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -331,6 +335,14 @@ SOURCES: dict[str, DataSource] = {
     "jsonl": DataSource(
         _SOURCES + "text:jsonl", "files of JSON lines, their `text`", suffixes=_JSON_LINES
     ),
+    "megatron": DataSource(
+        _SOURCES + "megatron:megatron",
+        "token ids as Megatron-LM writes them, PREFIX.bin with PREFIX.idx",
+        suffixes=(".bin",),
+        by_prefix=True,
+        companion=".idx",
+        knows_lengths=True,
+    ),
     "parquet": DataSource(
         _SOURCES + "parquet:parquet", "columns of parquet files", suffixes=(".parquet",)
     ),
@@ -354,6 +366,7 @@ SOURCES: dict[str, DataSource] = {
         "files of token ids",
         suffixes=(".bin", ".npy"),
         companion=".idx.npy",
+        knows_lengths=True,
     ),
 }
 

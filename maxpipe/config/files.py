@@ -310,5 +310,8 @@ def _locate_one(path: str, directory: str, is_name: bool) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is a file or folder of that name, or a match of it as a pattern."""
-    return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
+    """Return whether there is a file or folder of that name, or a match of it as a pattern; the
+    name may lack `.bin`, as Megatron-LM's do.
+    """
+    names = (path, path + ".bin")
+    return any(os.path.exists(n) or next(glob.iglob(n, recursive=True), None) for n in names)

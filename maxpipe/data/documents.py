@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -60,6 +60,14 @@ class Documents(Protocol):
         """Return text or token ids (integers, [tokens]), both without begin and end of document, or
         marked text.
         """
+        ...
+
+
+class Measured(Protocol):
+    """Documents of a source that has `knows_lengths` in the catalogue."""
+
+    def lengths(self) -> np.ndarray:
+        """Return the number of token ids in each document, int64 [documents]."""
         ...
 
 
@@ -120,6 +128,9 @@ class Concatenation:
         part = bisect_right(self._firsts, index) - 1
         return self._parts[part][int(index) - self._firsts[part]]
 
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([cast(Measured, part).lengths() for part in self._parts])
+
 
 class Subset:
     """The documents at `indices` (int64 [n]) of others."""
@@ -134,13 +145,15 @@ class Subset:
     def __getitem__(self, index: int) -> Document:
         return self._documents[int(self._indices[index])]
 
+    def lengths(self) -> np.ndarray:
+        return cast(Measured, self._documents).lengths()[self._indices]
+
 
 def describe_sources(data: DataConfig) -> str:
     """Return the source, or the sources of a mixture with their shares."""
     total = sum(entry["weight"] for entry in data.mixture)
-    return (
-        " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source
-    )
+    mixed = " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture)
+    return mixed + " by tokens" * (data.mixture_by == "tokens") if mixed else data.source
 
 
 def each_source(config: DataConfig) -> list[DataConfig]:

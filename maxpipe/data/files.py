@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from maxpipe.config.catalog import PACKED, SOURCES
+from maxpipe.config.catalog import PACKED, SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
@@ -75,8 +75,22 @@ def find_files(
 
 def files_of(config: DataConfig, source: str) -> list[str]:
     """Return the files of `data.path` for a source of the catalogue, none of which is empty."""
-    suffixes = SOURCES[source].suffixes
-    return require_content(find_files(config.path, suffixes, config.cache_dir, config.cache_limit))
+    facts = SOURCES[source]
+    if facts.companion and is_remote(config.path):
+        # A copy has another name, so it would lose its index and with it the ends of documents.
+        raise path_error("token files must be on this machine; copy them with their indices")
+    path = full_names(config.path, facts)
+    return require_content(find_files(path, facts.suffixes, config.cache_dir, config.cache_limit))
+
+
+def full_names(path: str, facts: DataSource) -> str:
+    """Return `data.path` with a directory, PREFIX or its companion as files of the one ending."""
+    if not facts.by_prefix:
+        return path
+    (ending,) = facts.suffixes
+    names = [p.removesuffix(ending).removesuffix(facts.companion) for p in parts_of(path)]
+    names = [f"{glob.escape(n)}/**/*" if isdir(os.path.expanduser(n)) else n for n in names]
+    return ",".join(name + ending for name in names)
 
 
 def parts_of(path: str) -> list[str]:

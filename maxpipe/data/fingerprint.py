@@ -23,7 +23,7 @@ from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.documents import each_source
-from maxpipe.data.files import local_files, parts_of, path_error, sorted_parts
+from maxpipe.data.files import full_names, local_files, parts_of, path_error, sorted_parts
 from maxpipe.data.tokenizers import (
     SPECIAL_TOKENS_MAP,
     Frame,
@@ -55,7 +55,7 @@ class SourceFingerprint:
     """The files of one source as a checkpoint records them."""
 
     source: str
-    weight: float  # share of the documents, 1 without a mixture
+    weight: float  # share of the documents or tokens, 1 without a mixture
     count: int
     size: int  # bytes of all files
     digest: str  # of all files in order
@@ -258,7 +258,8 @@ def _list_files(data: DataConfig) -> list[tuple[File, str]]:
     local: set[str] = set()
     remote: list[File] = []
     # Sources that name what an entry's rows come from open the entries in sorted order.
-    for part in sorted_parts(data.path) if facts.version else parts_of(data.path):
+    path = full_names(data.path, facts)
+    for part in sorted_parts(path) if facts.version else parts_of(path):
         contents = attribute_of(facts.version)(part, data.cache_dir) if facts.version else None
         if contents:
             files, name, digest = contents

@@ -87,8 +87,8 @@ class HeldOut:
     """At most `num_batches` batches of an evaluation; iterating begins anew each time.
 
     A batch is as those of `Loader`; the last may end with rows of padding, whose weights are 0.
-    Weights of a mixture's sources are scaled, so that each has the share of the tokens that
-    `data.mixture` gives it in training, where documents are drawn by `shares`, in any unit.
+    Weights of a mixture's sources are scaled, so that each has its share of the tokens, which
+    `shares` are of, in any unit.
     """
 
     def __init__(
@@ -102,19 +102,14 @@ class HeldOut:
         self._rows, self._pad_id = rows, open_tokenizer(config).pad_id
         self._size, self._data = config.eval.global_batch_size, config.data
         self._texts = texts
-        # Training draws documents, so a source's share of the tokens depends on their length.
-        of_tokens = [
-            share * text.tokens / len(text.documents)
-            for share, text in zip(shares, texts, strict=True)
-        ]
-        counts = _divide(of_tokens, [text.chunks for text in texts], num_batches * self._size)
+        counts = _divide(shares, [text.chunks for text in texts], num_batches * self._size)
         chosen = [text.choose(n) if n else [] for text, n in zip(texts, counts, strict=True)]
         taken = [sum(length for _, _, length in chunks) for chunks in chosen]
         self.tokens = sum(taken)
-        of_taken = sum(share for share, n in zip(of_tokens, taken, strict=True) if n)
+        of_taken = sum(share for share, n in zip(shares, taken, strict=True) if n)
         self._chunks = [
             (text, *chunk, share / of_taken * (self.tokens / n))
-            for text, chunks, share, n in zip(texts, chosen, of_tokens, taken, strict=True)
+            for text, chunks, share, n in zip(texts, chosen, shares, taken, strict=True)
             for chunk in chunks
         ]
         self.num_batches = -(-len(self._chunks) // self._size)
@@ -162,7 +157,9 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
         raise ConfigError(Problem(key, "the held-out documents hold no tokens"))
     mixed = is_mixed(data, "eval")
     weights = [entry["weight"] for entry in data.mixture] if mixed else [1.0]
-
+    if data.mixture_by == "documents":
+        # Training draws documents, so a source's share of the tokens depends on their length.
+        weights = [w * t.tokens / len(t.documents) for w, t in zip(weights, texts, strict=True)]
     most = batches or sum(text.chunks for text in texts)
     per_source = config.eval.batches_per_source if mixed else 0
     names = source_names(data) if per_source else []

@@ -12,7 +12,8 @@ bos>a a>b b>eos bos>c (segments 1 1 1 2, positions 0 1 2 0) and sequence 1 begin
 
 A mixture draws documents in rounds of `ROUND`: every source has its share (`data.mixture`) of a
 round, and the draws of a round are shuffled. The document of draw number g therefore follows from g
-alone, and the state of a row is the same as without a mixture.
+alone, and the state of a row is the same as without a mixture. Shares of the tokens become shares
+of the documents by the mean number of targets that a source's documents have.
 
 grain reads rows ahead, in threads or in worker processes.
 
@@ -28,13 +29,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import grain
 import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
@@ -42,14 +44,18 @@ from maxpipe.data.documents import (
     Documents,
     Encoded,
     EncodedDocuments,
+    Measured,
     Split,
     is_mixed,
     open_sources,
 )
 from maxpipe.data.files import path_error
+from maxpipe.data.tokenizers import load_tokenizer
 
 Batch = dict[str, np.ndarray]
 ROUND = round(1 / LEAST_SHARE)  # draws of a mixture
+CYCLE = 1 << 12  # rounds; in each cycle of them a source has the same number of draws
+_STEP = 2531  # from one offset to the next: odd, and near the golden section of `CYCLE`
 
 
 class Order(Protocol):
@@ -85,25 +91,38 @@ class MixedOrder:
 
     Every source has epochs of its own, each a `DocumentOrder` of its documents; its weight decides
     how fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
-    further meaning. Weights are in any unit; sources are mixed also without `shuffle`.
+    further meaning. Sources are mixed also without `shuffle`.
+
+    `draws` are those of each source per round. They sum to `ROUND`, and need not be whole: rounds
+    differ by a draw, so that their sum keeps to the share at any time (systematic sampling).
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
+    def __init__(self, sizes: Sequence[int], draws: Sequence[float], seed: int, shuffle: bool):
         self.num_documents = sum(sizes)
         self._seed = seed
         self._orders = [DocumentOrder(size, seed, shuffle) for size in sizes]
         self._firsts = [0, *accumulate(sizes)]
-        self._shares = shares(weights)
-        self._slots = np.array([0, *accumulate(self._shares)])
+        # Laid end to end, `draws` divide [0, ROUND]. A round's slots lie there one apart, from an
+        # offset below 1, and belong to the source in whose part they lie.
+        edges = np.array([0.0, *accumulate(draws)])
+        edges[-1] = ROUND
+        offsets = np.arange(CYCLE) * _STEP % CYCLE / CYCLE
+        # The first slot of each source and the end of the last, int32 [CYCLE, sources + 1].
+        self._slots = np.ceil(edges - offsets[:, None]).astype(np.int32)
+        drawn = np.cumsum(np.diff(self._slots), axis=0, dtype=np.int32)
+        self._drawn = np.pad(drawn, ((1, 0), (0, 0)))  # before each round, [CYCLE + 1, sources]
 
     def __call__(self, epoch: int, position: int) -> int:
         # 1. The shuffled slot of this draw within its round, and the source that owns the slot.
         number, draw = divmod(epoch * self.num_documents + position, ROUND)
         seed = (self._seed + number) % 2**32
         slot = index_shuffle(draw, max_index=ROUND - 1, seed=seed, rounds=4)
-        source = int(np.searchsorted(self._slots, slot, side="right")) - 1
-        # 2. The source has made `_shares` draws in each earlier round.
-        source_draw = number * self._shares[source] + slot - int(self._slots[source])
+        cycle, number = divmod(number, CYCLE)
+        slots = self._slots[number]
+        source = int(np.searchsorted(slots, slot, side="right")) - 1
+        # 2. The draws that the source has made in all earlier rounds, and in this one.
+        earlier = cycle * int(self._drawn[-1, source]) + int(self._drawn[number, source])
+        source_draw = earlier + slot - int(slots[source])
         # 3. Its own epoch and position, and the document there.
         order = self._orders[source]
         return self._firsts[source] + order(*divmod(source_draw, order.num_documents))
@@ -128,9 +147,35 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     if not is_mixed(config, split):
         (documents,) = sources
         return documents, DocumentOrder(len(documents), seed, config.shuffle)
-    weights = [entry["weight"] for entry in config.mixture]
-    order = MixedOrder([len(source) for source in sources], weights, seed, config.shuffle)
+    draws = draws_of(config, sources)
+    order = MixedOrder([len(source) for source in sources], draws, seed, config.shuffle)
     return Concatenation(sources), order
+
+
+def draws_of(config: DataConfig, sources: Sequence[Documents]) -> Sequence[float]:
+    """Return each source's draws per round; raises ConfigError if a source may have none."""
+    weights = [entry["weight"] for entry in config.mixture]
+    if config.mixture_by == "documents":
+        return shares(weights)
+    exact = np.array(weights) / [mean_targets(config, source) for source in sources]
+    draws = exact / exact.sum() * ROUND
+    if draws.min() * CYCLE < 1:
+        message = f"entry {draws.argmin() + 1} is less than 1 of {ROUND * CYCLE:,} documents"
+        raise ConfigError(Problem("data.mixture", f"{message}: raise its weight"))
+    return [*draws]
+
+
+def mean_targets(config: DataConfig, documents: Documents) -> float:
+    """Return how many targets a document has in rows on average, for a source that knows lengths.
+
+    The begin and end of a document are among the tokens of all documents, or of none.
+    """
+    lengths = cast(Measured, documents).lengths()
+    known = int((lengths > 0).argmax())
+    tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
+    framed = EncodedDocuments(documents, tokenizer, vocab_size=1 << 31)[known].ids
+    targets = np.where(lengths > 0, lengths - lengths[known] + len(framed) - 1, 0)
+    return float(np.minimum(targets, np.inf if config.packing else config.sequence_length).mean())
 
 
 class Pairs(NamedTuple):

@@ -16,7 +16,7 @@ def here(tmp_path, monkeypatch):
     for name in ("a.txt", "both.txt", "conf/b.txt", "conf/both.txt", "conf/byte", "e[1]/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    for name in ("model/tokenizer.json", "set/x", "own.csv", "tok.json"):
+    for name in ("model/tokenizer.json", "set/x", "own.csv", "tok.json", "web.bin"):
         (tmp_path / "conf" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "conf" / name).touch()
     return tmp_path
@@ -34,6 +34,7 @@ def test_paths_in_files(here):
         ("data.path", "b.txt"): "conf/b.txt",
         ("data.path", "*.txt, ../conf/b.txt"): "conf/*.txt,conf/b.txt",
         ("data.path", "both.txt"): "conf/both.txt",
+        ("data.path", "web"): "conf/web",  # of Megatron-LM's web.bin and web.idx
         ("data.path", "a.txt"): "a.txt",  # only in the working directory, as in earlier versions
         ("data.tokenizer", "tok.json"): "conf/tok.json",
         ("data.tokenizer", "byte"): "byte",  # a name of the catalogue

@@ -131,7 +131,7 @@ def test_a_large_set_is_judged_by_some_of_its_documents(make, monkeypatch):
 
 
 def test_sources_of_a_mixture_weigh_as_in_training(tmp_path):
-    """Documents are drawn by weight, so that the tokens of a source depend on their length."""
+    """Where documents are drawn by weight, the tokens of a source depend on their length."""
     for name, length, count in (("a", 90, 10), ("b", 10, 200)):
         lines = (json.dumps({"text": name * length}) + "\n" for _ in range(count))
         (tmp_path / name).write_text("".join(lines))
@@ -146,13 +146,14 @@ def test_sources_of_a_mixture_weigh_as_in_training(tmp_path):
             "eval.batches_per_source": 1,
         },
     )
-    for batches in (0, 1, 2):
-        found, by_source = open_held_out(replace(config, **{"eval.batches": batches}), range(8))
+    for batches, by, share in [(0, "documents", 0.9), (1, "documents", 0.9), (2, "tokens", 0.5)]:
+        keys = {"eval.batches": batches, "data.mixture_by": by}
+        found, by_source = open_held_out(replace(config, **keys), range(8))
         weights = dict.fromkeys(map(ord, "ab"), 0.0)
         for batch in found:
             for letter in weights:
                 weights[letter] += batch["weights"][batch["targets"] == letter].sum()
-        assert weights[ord("a")] / sum(weights.values()) == pytest.approx(0.9, abs=0.02)
+        assert weights[ord("a")] / sum(weights.values()) == pytest.approx(share, abs=0.02)
         assert [*by_source] == [f"jsonl:{tmp_path / x}" for x in "ab"]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.data.loader import make_loader
-from maxpipe.data.rows import ROUND, MixedOrder, shares
+from maxpipe.data.rows import CYCLE, ROUND, MixedOrder, shares
 
 SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]
@@ -15,7 +15,7 @@ WEIGHTS = [1.0, 2.5, 0.5]
 
 @cache
 def draws(seed, shuffle, start=0, stop=2 * ROUND):
-    order = MixedOrder(SIZES, WEIGHTS, seed, shuffle)
+    order = MixedOrder(SIZES, shares(WEIGHTS), seed, shuffle)
     found = [order(*divmod(g, order.num_documents)) for g in range(start, stop)]
     sources = np.searchsorted(np.cumsum(SIZES), found, side="right")
     return sources, np.asarray(found) - np.array([0, *np.cumsum(SIZES)])[sources]
@@ -41,6 +41,20 @@ def test_mixed_order_depends_on_seed_and_round():
     starts = [(0, 0), (1, 0), (0, 1)]  # seed and round
     found = [draws(seed, True, n * ROUND, n * ROUND + 50)[0].tolist() for seed, n in starts]
     assert found[0] not in found[1:]
+
+
+def test_mixed_order_keeps_to_draws_that_are_not_whole_and_repeats_no_document():
+    draws, size = np.array([0.05, 0.55, 7.3, ROUND - 7.9]), 1 << 30
+    order = MixedOrder([size] * 4, draws, seed=0, shuffle=False)
+    for first in (0, CYCLE - 20):  # of 40 rounds, the latter across the end of a cycle
+        found = [order(0, g) for g in range(first * ROUND, (first + 40) * ROUND)]
+        sources, documents = np.divmod(found, size)
+        for source in range(4):
+            ours = documents[sources == source]
+            assert abs(ours.min() - first * draws[source]) < 3
+            assert sorted(ours) == [*range(ours.min(), ours.min() + len(ours))]
+        drawn = np.cumsum([np.bincount(s, minlength=4) for s in np.split(sources, 40)], axis=0)
+        assert np.abs(drawn - np.arange(1, 41)[:, None] * draws).max() < 3
 
 
 def test_shares_sum_to_round_and_are_at_least_1():

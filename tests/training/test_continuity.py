@@ -59,6 +59,7 @@ def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(config, c
         "model.rope_theta": 5e5,
         "optimizer.name": "sgd",
         "data.shuffle": False,
+        "data.mixture_by": "tokens",
         "data.eval_fraction": 0.3,
         "data.packing": False,
         "data.sequence_length": 64,

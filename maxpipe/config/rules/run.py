@@ -68,12 +68,18 @@ def check_mixture(c: Config) -> Wrong:
     if mixture and not problems:
         total = math.fsum(entry["weight"] for entry in mixture)
         least = min(entry["weight"] for entry in mixture) / total
-        if least < LEAST_SHARE:
+        if least < LEAST_SHARE and c.data.mixture_by == "documents":
             problems.append(f"a weight is {least:.2g} of all; the least is {LEAST_SHARE}")
     for problem in problems:
         yield key, problem
     if mixture and c.data.path:
         yield key, "leaves data.path without effect; put the path into an entry"
+    others = sorted({s for s in c.data.sources if s in SOURCES and not SOURCES[s].knows_lengths})
+    if mixture and c.data.mixture_by == "tokens" and others:
+        able = " and ".join(name for name, source in SOURCES.items() if source.knows_lengths)
+        remedy = "python -m maxpipe.tokenize encode makes token_bin of texts"
+        message = f"only {able} know how long documents are, not {', '.join(others)}; {remedy}"
+        yield "data.mixture_by", message
 
 
 def _wrong(entry: Mapping[str, object]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from maxpipe.config.sections.fields import amount, derived, directory, option
 
 
 class MixtureEntry(TypedDict):
-    """A source of `data.mixture`; its weight is a share of the documents."""
+    """A source of `data.mixture`; its weight is a share of the documents, or of the tokens."""
 
     source: str
     path: NotRequired[str]
@@ -23,6 +23,12 @@ class DataConfig:
     column: str = option("", "column of the documents; empty = text, tokens or messages")
     mixture: list[MixtureEntry] = option(
         [], "several sources in place of one: [{source, path, weight}, ...]"
+    )
+    mixture_by: str = option(
+        "documents",
+        "what weights of the mixture are shares of",
+        choices=("documents", "tokens"),
+        acts_with="data.mixture",
     )
     cache_dir: str = directory("", "where remote and unpacked files lie; empty = ~/.cache/maxpipe")
     cache_limit: int = amount(0, "most bytes of these copies; 0 = nine tenths of the free space")

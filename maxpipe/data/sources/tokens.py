@@ -18,7 +18,6 @@ from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation
 from maxpipe.data.files import files_of, find_all, path_error
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
-from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = SOURCES["token_bin"].companion
 NUM_SYNTHETIC = 1 << 16  # documents of random ids
@@ -33,20 +32,23 @@ class TokenFile:
     def __init__(self, path: str, dtype: str, eos_id: int):
         self._path = path
         self._dtype = dtype
-        self._spans = _document_spans(path, _map_tokens(path, dtype), eos_id)
+        self._spans = _document_spans(path, map_tokens(path, dtype), eos_id)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> np.ndarray:
         start, end = self._spans[index].tolist()
-        return np.array(_map_tokens(self._path, self._dtype)[start:end])
+        return np.array(map_tokens(self._path, self._dtype)[start:end])
+
+    def lengths(self) -> np.ndarray:
+        return self._spans[:, 1] - self._spans[:, 0]
 
 
 # Mappings are cached per process, outside the object, because pickling a memmap would copy the file
 # to every worker. Each holds a file descriptor, of which macOS gives a process 256.
 @lru_cache(maxsize=MOST_MAPPED)
-def _map_tokens(path: str, dtype: str) -> np.ndarray:
+def map_tokens(path: str, dtype: str) -> np.ndarray:
     """Return the file's tokens, [tokens], read-only."""
     if path.endswith(".npy"):
         return _load_integers(path)
@@ -93,9 +95,6 @@ def token_bin(config: DataConfig) -> Concatenation:
     order; raises ConfigError if one is empty, of another format, or without document ends.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
-    if is_remote(config.path):
-        # A copy has another name, so it would lose its index and with it the ends of documents.
-        raise path_error("token files must be on this machine; copy them with their indices")
     files = [path for path in files_of(config, "token_bin") if not path.endswith(INDEX_SUFFIX)]
     dtype = dtype_of(tokenizer).str
     return Concatenation([TokenFile(path, dtype, tokenizer.eos_id) for path in files])

@@ -25,6 +25,8 @@ checkpoint.keep_best=1 eval.every=30 -> checkpoint.keep_best: make one of them a
 data.path=a.txt -> data.path: no effect with data.source=python_stdlib, only with array_
 data.mixture=[{"source":"text","path":"a","weight":1}] data.path=a.txt -> data.mixture: put the path
     into an entry
+data.mixture=[{"source":"text","path":"a","weight":1}] data.mixture_by=tokens -> data.mixture_by:
+    documents are, not text; python -m maxpipe.tokenize encode
 data.source=text data.path=a data.column=body -> data.column: only with datasets, datasets
 data.mixture=[{"source":"text","path":"a","weight":1}] data.column=body data.source=datasets ->
     data.column: with data.source=text, only
@@ -48,6 +50,8 @@ ACCEPTED = (
     *(f"checkpoint.keep_every=200 {BEST}=2 eval.every={evaluated}" for evaluated in (50, 300)),
     *(f"data.tokenizer={name}" for name in ("byte", "tokenizer.json", "a/directory")),
     "data.source=datasets data.path=a data.column=body",
+    'data.mixture_by=tokens data.mixture=[{"source":"megatron","path":"a","weight":1},'
+    '{"source":"token_bin","path":"b","weight":1e-4}]',
     # The validation set is read with data.source, next to a mixture as well.
     f"{MIXED} data.column=body data.source=datasets data.eval_path=b",
     f'{MIXED[:-1]},{{"source":"datasets","path":"a","weight":1}}] data.column=body',
