@@ -92,8 +92,11 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [index * distance for index in range(first, last + 1)]
 
 
-def draw(runs: Sequence[Run], unit: str = STEP) -> str:
-    """Return the picture as SVG text; `unit` is that of `read_run`."""
+def draw(runs: Sequence[Run], unit: str = STEP, nested: bool = False) -> str:
+    """Return the picture as SVG text; `unit` is that of `read_run`.
+
+    With `nested` each line is thinner than the one before: equal ones are seen inside each other.
+    """
     steps = [step for run in runs for step, _ in run.train + run.evaluation]
     losses = [loss for run in runs for _, loss in run.train + run.evaluation]
     first, last = 0, max(steps)
@@ -127,13 +130,16 @@ def draw(runs: Sequence[Run], unit: str = STEP) -> str:
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{unit}</text>')
     parts.append('<text x="8" y="18">loss (nats per token)</text>')
     for index, run in enumerate(runs):
-        parts += _draw_run(run, COLOURS[index % len(COLOURS)], index, x, y)
+        width = 1.5 + 3 * nested * (len(runs) - 1 - index)
+        parts += _draw_run(run, COLOURS[index % len(COLOURS)], width, index, x, y)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str]:
+def _draw_run(
+    run: Run, colour: str, width: float, index: int, x: Scale, y: Scale
+) -> list[str]:
     line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train or run.evaluation)
-    parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
+    parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>']
     for step, loss in run.evaluation:
         centre = f'cx="{x(step):.1f}" cy="{y(loss):.1f}"'
         parts.append(f'<circle {centre} r="4" fill="white" stroke="{colour}" stroke-width="2"/>')
@@ -167,6 +173,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--eval-only", action="store_true", help="leave out training losses")
     parser.add_argument(
+        "--nested", action="store_true", help="each line thinner than the one before"
+    )
+    parser.add_argument(
         "--x", choices=(STEP, TOKENS), default=STEP, help="what the curves run along"
     )
     options = parser.parse_args(arguments)
@@ -175,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.eval_only:
             runs = [without_training(run) for run in runs]
         runs = [replace(run, train=smooth(run.train, options.smooth)) for run in runs]
-        picture = draw(runs, options.x)
+        picture = draw(runs, options.x, options.nested)
         options.picture.parent.mkdir(parents=True, exist_ok=True)
         options.picture.write_text(picture, encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -44,7 +44,7 @@ from maxpipe.training.loop import DIVERGED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-OPERATIONS = PAGES["docs/operations.md"]
+ENDINGS = PAGES["docs/troubleshooting.md"]
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
 SMALL = [
@@ -258,7 +258,7 @@ def test_extending_has_the_methods_of_an_attention_kernel():
 
 
 def test_every_exit_code_has_a_meaning_and_a_remedy():
-    table, _, rest = OPERATIONS.partition("## How a run ends")[2].partition("## Troubleshooting")
+    table, _, rest = ENDINGS.partition("## How a run ends")[2].partition("## What to do")
     troubleshooting = rest.partition("\n## ")[0]
     for code in (FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134):
         assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE), code

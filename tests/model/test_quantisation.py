@@ -12,7 +12,7 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.model.quantisation import FORMATS, project_quantised
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
-# Root mean square of the error over that of the product, of normal operands; docs/models.md.
+# Root mean square of the error over that of the product, of normal operands; docs/quantisation.md.
 BOUNDS = {"int8": 0.014, "fp8": 0.040}
 SHAPES = {1: ((2, 3, 96), (96, 5, 6)), 2: ((2, 3, 8, 12), (8, 12, 6))}
 LETTERS = {1: "bti,iho->btho", 2: "btih,iho->bto"}

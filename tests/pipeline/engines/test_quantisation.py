@@ -14,7 +14,7 @@ from helpers.engines import LATENT_WORDS, assert_same, make_batch, sequential, t
 
 ROWS = 8  # few, so that few values are close to a half
 SEEDS = 3
-QUANTUM = 1e-2  # what rounding to neighbours changes at most; docs/models.md
+QUANTUM = 1e-2  # what rounding to neighbours changes at most; docs/quantisation.md
 OF_BFLOAT16 = 5e-2  # what the order of sums changes at most; 2.2e-2 without 8 bits
 STAGES = "stage=2 num_microbatches=4 "
 INT8 = "quantisation=int8 quantised_passes=full "
