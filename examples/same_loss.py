@@ -23,7 +23,7 @@ MODEL = [
 ]
 RUN = [
     *("steps=40", "data.global_batch_size=8", "optimizer.learning_rate=1e-3"),
-    *("eval.every=0", "checkpoint.every=0", "telemetry.log_every=1"),
+    *("eval.every=0", "checkpoint.every=0"),
 ]
 STAGES = ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=2"]
 WAYS = {

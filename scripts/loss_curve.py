@@ -5,7 +5,8 @@
     python scripts/loss_curve.py runs/a runs/b loss.svg --smooth 20 --x tokens
 
 Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots.
-With --eval-only, evaluation losses are the lines. Needs nothing but Python.
+With --eval-only, evaluation losses are the lines; with --nested, equal lines are seen inside each
+other. Needs nothing but Python.
 """
 
 import argparse
@@ -135,9 +136,7 @@ def draw(runs: Sequence[Run], unit: str = STEP, nested: bool = False) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _draw_run(
-    run: Run, colour: str, width: float, index: int, x: Scale, y: Scale
-) -> list[str]:
+def _draw_run(run: Run, colour: str, width: float, index: int, x: Scale, y: Scale) -> list[str]:
     line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train or run.evaluation)
     parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>']
     for step, loss in run.evaluation:

@@ -3,8 +3,8 @@
     python scripts/take_pictures.py docs/pictures                  # all of them, several minutes
     python scripts/take_pictures.py docs/pictures schedules plan
 
-Every picture is of what the project's own commands print or write. Pages need Chromium, that of
-TensorBoard the command `tensorboard`, and that of a profile the extra `tpu`.
+Every picture is of what the project's own commands print or write. Pages need Chromium and
+pngquant, that of TensorBoard the command `tensorboard`, and that of a profile the extra `tpu`.
 """
 
 import argparse
@@ -106,6 +106,9 @@ def photograph(address: str, picture: Path, height: int, milliseconds: int = 300
         )
     if not picture.exists():
         raise RuntimeError(f"chromium has written no {picture}")
+    # A third of the bytes.
+    smaller = ["pngquant", "--strip", "--force", "--output", picture, picture]
+    subprocess.run(smaller, check=True)
 
 
 def page_of(command: list[str], option: str, picture: Path, height: int) -> None:

@@ -23,10 +23,12 @@ from helpers.training_process import TINY_MODEL
 TRAIN = "python -m maxpipe.train "
 PRINTS = ("--help", "--print-config")
 LOCAL = "scripts/launch/local.sh "  # two processes
+SUPERVISED = f"python -m maxpipe.supervise -- {TRAIN}"
 RUNS = [
     command
     for command in COMMANDS
-    if command.startswith((TRAIN, LOCAL)) and not any(word in command for word in PRINTS)
+    if command.startswith((TRAIN, LOCAL, SUPERVISED))
+    and not any(word in command for word in PRINTS)
 ]
 # Left out of a command that gives the key itself.
 SMALL = [*TINY_MODEL, "eval.every=2", "eval.batches=1", "checkpoint.every=2"]

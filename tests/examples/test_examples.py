@@ -5,10 +5,12 @@ import re
 import runpy
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import jax
 import pytest
+import yaml
 from helpers.documentation import titled_files
 from helpers.runs import losses
 from helpers.training_process import TINY_MODEL
@@ -75,6 +77,34 @@ def test_train_in_python_example_trains_on_its_own_devices_and_writes(tmp_path, 
     assert float(called) == round(losses(tmp_path / "base")[3][0], 4)
     continued = re.search(r"after 'def ': (\[.*\])", done.stdout)[1]
     assert len(ast.literal_eval(continued)) == 5
+
+
+@pytest.mark.slow
+def test_same_loss_example_draws_curves_of_four_engines_that_agree(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = [*TINY_MODEL, "data.sequence_length=16", "steps=3"]
+    devices = ["mesh.simulated_devices=0", "mesh.ici.data=2"]  # the eight of this process
+    printed = run(EXAMPLES / "same_loss.py", *size, *devices)
+    assert (
+        float(re.search(r"^largest difference of a loss: (\S+)$", printed, re.MULTILINE)[1]) < 1e-5
+    )
+    runs = [tmp_path / "runs" / f"same_loss-{name}" for name in SAME_LOSS]
+    engines = [
+        yaml.safe_load((run / "config.yml").read_text())["pipeline"]["engine"] for run in runs
+    ]
+    assert engines == [*SAME_LOSS.values()]
+    drawn = ElementTree.parse(tmp_path / "same_loss.svg").iter(
+        "{http://www.w3.org/2000/svg}polyline"
+    )
+    assert [len(line.get("points").split()) for line in drawn] == [3] * 4
+
+
+SAME_LOSS = {
+    "sequential": "sequential",
+    "lockstep_1f1b": "scheduled",
+    "circular": "circular",
+    "zb_v": "mpmd",
+}
 
 
 # The example with a model that compiles soon.

@@ -42,6 +42,10 @@ def test_loss_curve_has_a_line_per_run_which_a_running_mean_makes_smooth(run):
     assert heights == sorted(heights)
     assert (len(falling), len(short)) == (4, 2)
     assert {"a<b: training", "run: training", "step"} <= {*texts}
+    same = [loss_curve.Run(name, [(1, 2.0), (2, 1.0)], []) for name in "abc"]
+    lines = ElementTree.fromstring(loss_curve.draw(same, nested=True)).iter(f"{SVG}polyline")
+    widths = [float(line.get("stroke-width")) for line in lines]
+    assert widths == sorted({*widths}, reverse=True)
     wave = run([{"step": step, "loss": 4 - step % 2} for step in range(4)], "wave")
     ((first, *others),), _ = drawn(wave, "--smooth", "2")
     assert len({height for _, height in others} - {first[1]}) == 1
