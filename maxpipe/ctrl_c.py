@@ -1,8 +1,9 @@
-"""Prepare a command's process: texts are UTF-8, and Ctrl-C outside `main` is answered by a line.
+"""Prepare a command's process: UTF-8, a line for Ctrl-C outside `main`, stacks at SIGUSR1.
 
 Every command calls `expect` before it imports anything else, so this file imports next to nothing.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -22,7 +23,12 @@ def expect() -> None:
     Nothing needs tidying up at that point. Python's own way is to raise an exception, which
     libraries that are being imported turn into other errors. If a shell has switched Ctrl-C off, as
     for a command in the background, it stays off.
+
+    SIGUSR1 writes the stacks of all threads to standard error, whatever the main thread waits for.
+    SIGUSR2, by default the end of a process, does nothing until a run takes it.
     """
+    faulthandler.register(signal.SIGUSR1, file=2)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8) != "1":

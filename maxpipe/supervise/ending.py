@@ -17,9 +17,11 @@ from maxpipe.config.terminal import INTERRUPTED, last_acts
 
 FAILED = 1
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+INQUIRIES = signal.SIGUSR1, signal.SIGUSR2  # that ask for stacks, or for a trace
 LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 _LAST_ACTS_SECONDS = 5.0
+_HANDLED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -96,13 +98,18 @@ def _flush() -> None:
 
 
 def die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return a function that a child calls so that Linux kills it when process `parent` dies."""
+    """Return a function that a child calls so that Linux kills it when process `parent` dies.
+
+    Signals that ask for stacks or a trace do nothing until the child handles them.
+    """
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+        for number in INQUIRIES:
+            signal.signal(number, signal.SIG_IGN)  # until the command handles it
         if os.getppid() != parent:  # dead already
             os._exit(LOST)
 
@@ -139,6 +146,8 @@ class Interruption:
     thread. A second Ctrl-C ends the process at once, and so does either signal before `begin`, when
     there is nothing to save yet; unless `ends_process`, they raise KeyboardInterrupt or SystemExit.
 
+    SIGUSR2 asks for a profiler trace of the next steps.
+
     A thread reads signals from a pipe: Python's own handlers run in the main thread, which may sit
     in a compilation or in a collective that never ends.
 
@@ -150,7 +159,7 @@ class Interruption:
         self._on_request, self._ends_process = on_request, ends_process
         self._handler_of_jax: Callable[[int], None] | None = None
         self._signal: int | None = None
-        self._begun = self._listens = False
+        self._begun = self._listens = self._wants_trace = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -158,13 +167,13 @@ class Interruption:
             _print("signals are left alone in a thread: neither Ctrl-C nor SIGTERM saves first")
         elif not self._ends_process:
             # With several processes, JAX's preemption service already runs and handles SIGTERM.
-            numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
+            numbers = [n for n in _HANDLED if n != signal.SIGTERM or not is_one_of_several()]
             self._stack.enter_context(handling(numbers, self._raise))
         else:
             read, write = os.pipe()
             os.set_blocking(write, False)
             self._stack.callback(os.close, write)  # ends the thread
-            self._stack.enter_context(handling([signal.SIGTERM, signal.SIGINT], _do_nothing))
+            self._stack.enter_context(handling(_HANDLED, _do_nothing))
             previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
             self._stack.callback(signal.set_wakeup_fd, previous)
             threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
@@ -199,6 +208,11 @@ class Interruption:
 
         return multihost_utils.reached_preemption_sync_point(step)
 
+    def take_trace_request(self) -> bool:
+        """Return whether a trace was asked for since the last call."""
+        asked, self._wants_trace = self._wants_trace, False
+        return asked
+
     @property
     def exit_code(self) -> int:
         return stop_code(self._signal)
@@ -206,7 +220,9 @@ class Interruption:
     def _listen(self, read: int) -> None:
         with os.fdopen(read, "rb", buffering=0) as signals:
             while received := signals.read(1):
-                if (number := received[0]) not in (signal.SIGTERM, signal.SIGINT):
+                if (number := received[0]) == signal.SIGUSR2:
+                    self._ask_for_trace()
+                if number not in (signal.SIGTERM, signal.SIGINT):
                     continue
                 if self._ends_now(number):
                     when = "again" if self._begun else "before the first step"
@@ -217,9 +233,15 @@ class Interruption:
                 self._ask(number)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR2:
+            return self._ask_for_trace()
         if self._ends_now(number):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(PREEMPTED)
         self._ask(number)
+
+    def _ask_for_trace(self) -> None:
+        self._wants_trace = True
+        _print("SIGUSR2: the next steps are traced, into profile/ of the run's directory")
 
     def _ends_now(self, number: int) -> bool:
         return not self._begun or number == self._signal == signal.SIGINT

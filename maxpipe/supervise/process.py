@@ -27,6 +27,7 @@ from maxpipe.storage.object_store import explained
 from maxpipe.storage.records import Damaged, parse_record, read_record
 from maxpipe.supervise.ending import Interruption, leave, saying_if_possible
 from maxpipe.telemetry.profiling import TimeAccount
+from maxpipe.telemetry.prometheus import Prometheus
 
 if TYPE_CHECKING:  # takes time to import, and most runs have none
     from maxpipe.checkpoint.mirror import Mirror
@@ -209,7 +210,7 @@ def own_run(
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines, time accounting and leases of a process; inert by default."""
+    """Signals, deadlines, time accounting, leases and endpoint of a process; inert by default."""
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -220,6 +221,7 @@ class Supervision:
     # Seconds until the previous trainer had ended, and until this one began, if any.
     downtime: Mapping[str, float] = field(default_factory=dict)
     memory: Path | None = None  # the supervisor's directory in memory
+    prometheus: Prometheus = field(default_factory=Prometheus)
 
     def finished_step(self, step: int) -> None:
         self.interruption.begin()

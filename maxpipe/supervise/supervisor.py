@@ -173,6 +173,11 @@ class Supervisor:
             case OSError():
                 raise order
 
+    def pass_on(self, number: int) -> None:
+        """Pass a signal on that asks the trainer for something, if there is a trainer."""
+        if self._trainer is not None:
+            self._trainer.send(number)
+
     def _stop(self, number: int) -> None:
         # SIGHUP, which would kill the trainer, becomes SIGTERM.
         self._stopped_by = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
@@ -278,6 +283,7 @@ def supervise(
         partners, address = Partners(memory, place.index), (place.host, place.port)
         port = stack.enter_context(partners.serving(address[0]))
         supervisor = Supervisor(command, place, log, memory, partners, port)
+        stack.enter_context(ending.handling(ending.INQUIRIES, lambda n, _: supervisor.pass_on(n)))
         if place.index == 0:
             read_progress = partial(process.read_progress, supervisor.progress_file)
             head = Council(place.count, policy, job, read_progress, log)

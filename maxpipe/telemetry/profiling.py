@@ -169,9 +169,14 @@ class SlowProcess:
 class Profiler:
     """Traces the steps from first to last, both included, for TensorBoard's or Perfetto's viewer.
 
-    The loop calls `before` and `after` around every step, `after` once the step's results are
-    available, and `close` however it ends. A run that resumes or ends inside the window traces only
-    the steps of the window that it makes. Every process writes its own files.
+    The loop calls `before` and `after` around every step, `after` once the results of a step that
+    `ends_with` a trace are available, and `close` however it ends. A run that resumes or ends
+    inside the window traces only the steps of the window that it makes. Every process writes its
+    own files.
+
+    Args:
+      take_request: returns whether a trace was asked for since the last call; it begins with the
+        next step and has `steps_on_request` steps. A request during a trace is answered by it.
     """
 
     def __init__(
@@ -179,25 +184,35 @@ class Profiler:
         profile_steps: Sequence[int],
         directory: Path,
         *,
+        steps_on_request: int = 1,
+        take_request: Callable[[], bool] = lambda: False,
         is_required: bool = False,
         print_line: Callable[[str], None] = print,
     ):
         self._window = range(profile_steps[0], profile_steps[1] + 1) if profile_steps else range(0)
         self._directory = directory
+        self._steps_on_request, self._take_request = steps_on_request, take_request
         self._is_required = is_required
         self._print_line = print_line
         self._is_tracing = False
+        self._last = 0  # step of the trace
 
     def before(self, step: int) -> None:
-        if step in self._window and not self._is_tracing:
-            import jax
+        is_asked = self._take_request()
+        if self._is_tracing or not (is_asked or step in self._window):
+            return
+        import jax
 
-            with self._reported():
-                jax.profiler.start_trace(str(self._directory))
-                self._is_tracing = True
+        with self._reported():
+            jax.profiler.start_trace(str(self._directory))
+            self._is_tracing = True
+            self._last = step + self._steps_on_request - 1 if is_asked else self._window[-1]
+
+    def ends_with(self, step: int) -> bool:
+        return self._is_tracing and step >= self._last
 
     def after(self, step: int) -> None:
-        if self._is_tracing and step + 1 not in self._window:
+        if self.ends_with(step):
             self.close()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import printable
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.profiling import SlowProcess, goodput_line, goodput_row
+from maxpipe.telemetry.prometheus import Prometheus
 from maxpipe.telemetry.trackers import Trackers
 from maxpipe.telemetry.writers import MetricsFile, Row, Sink, TensorBoard, Value
 
@@ -22,8 +23,8 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
 
-    Trackers get the same values as TensorBoard. A failed write is reported once, or raises
-    `TelemetryError` with `telemetry.required`.
+    Trackers get the same values as TensorBoard, Prometheus all rows. A failed write is reported
+    once, or raises `TelemetryError` with `telemetry.required`.
 
     Besides rows of steps, `metrics.jsonl` has rows of evaluations, with `eval_loss/SOURCE` for each
     source of a mixture; rows `step, changed, before, now` for keys that a resumed start has
@@ -52,6 +53,7 @@ class Recorder:
         peak_seconds: float | None,
         is_main: bool = True,
         stage_processes: Sequence[frozenset[int]] = (),
+        prometheus: Prometheus | None = None,
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
@@ -87,6 +89,8 @@ class Recorder:
                 print_line=print_line,
             )
         self._trackers = Trackers(config, run_dir, start_step > 0, print_line)
+        self._prometheus = prometheus or Prometheus()
+        self._prometheus.show({"step": start_step})
         self._step = start_step
 
     def step(
@@ -126,6 +130,8 @@ class Recorder:
         if not self._is_main:
             return row
         self._metrics.use(lambda file: file.write(row))
+        skipped = bool(row.get("skipped"))
+        self._prometheus.show(row, tokens=self._tokens, skipped_steps=skipped)
         self._console.step(row)
         if self._slow_process and (line := self._slow_process.after_step(step, stage_seconds)):
             self._console.print_line(line)
@@ -179,8 +185,9 @@ class Recorder:
         parts += [f"{name} {loss:.4f}" for name, loss in losses.items() if name in worst]
         if len(losses) > len(worst):
             parts.append(f"and {len(losses) - len(worst)} lower")
-        row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
-        self._metrics.use(lambda file: file.write(row))
+        row = {f"eval_{name}": value for name, value in values.items()}
+        self._metrics.use(lambda file: file.write({"step": step, **row}))
+        self._prometheus.show(row)
         self._console.print_line("  ".join([f"step {step}/{self._last_step}", *parts]))
         if self._tensorboard is not None:
             scalars = {f"eval/{name}": value for name, value in values.items()}
@@ -198,6 +205,11 @@ class Recorder:
             if self._tensorboard is not None:
                 named = step, f"eval/sample_{number}", prompt + text
                 self._tensorboard.use(methodcaller("write_text", *named))
+
+    def checkpoint(self, step: int) -> None:
+        """Record that the state after `step` is being saved."""
+        if self._is_main:
+            self._prometheus.show({"checkpoint_step": step}, checkpoints=1)
 
     def time_account(
         self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None

@@ -110,11 +110,11 @@ def _train(run: Session) -> int:
             step_log.add(run.step, metrics)
             is_due = run.checkpointer.due(run.step) or is_overdue  # `due` is called every step
             is_replica_due = run.checkpointer.replica_due(run.step)
-            every, traced = config.eval.every, config.telemetry.profile_steps
+            every = config.eval.every
             evaluates = bool(every) and (run.step % every == 0 or run.step == config.steps)
             # A trace is complete only when the step is, and the callback must see the state after
             # its step, not one that is a step ahead.
-            is_watched = run.step in traced or run.on_step is not None
+            is_watched = run.profiler.ends_with(run.step) or run.on_step is not None
             if is_due or is_replica_due or evaluates or is_watched:
                 step_log.finish()
             run.profiler.after(run.step)
@@ -172,6 +172,7 @@ def save(run: Session) -> None:
     # A crash on either side of this leaves rows that fit the newest checkpoint.
     on_set_aside = run.recorder.give_up_later
     _checkpoint(run, partial(run.checkpointer.save, on_set_aside=on_set_aside))
+    run.recorder.checkpoint(run.step)
 
 
 def _checkpoint(

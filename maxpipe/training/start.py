@@ -53,6 +53,7 @@ from maxpipe.supervise.failure import MemoryTooSmall, failing_fast
 from maxpipe.supervise.process import RunLease, Supervision, own_run
 from maxpipe.telemetry.console import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
+from maxpipe.telemetry.prometheus import Prometheus, serving
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
@@ -107,8 +108,8 @@ def launch(
 
             loaded = fit_hosts(loaded, supervision.progress)
         config = resolve(loaded, len(devices), num_slices(devices))
-        with _owned(config) as lease:
-            supervision = replace(supervision, lease=lease)
+        with _owned(config) as lease, _serving(config) as prometheus:
+            supervision = replace(supervision, lease=lease, prometheus=prometheus)
 
             def begin(session: Session) -> None:
                 if config.mesh.elastic.axes:
@@ -212,6 +213,16 @@ def _owned(config: Config) -> Iterator[RunLease]:
         yield lease
 
 
+@contextmanager
+def _serving(config: Config) -> Iterator[Prometheus]:
+    host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
+    port = port if jax.process_index() == 0 else 0  # the process that records
+    with serving(config.run_name, host, port) as prometheus:
+        if port:
+            log(f"metrics     http://{host}:{port}/metrics")
+        yield prometheus
+
+
 def open_run_directory(
     config: Config, derived: Collection[str], memory: Path | None
 ) -> tuple[RunDirectory, Checkpointer]:
@@ -291,7 +302,8 @@ def start_session(
             log("the state of the optimizer begins anew")
             state = trainer.restart_optimizer(state)
         loader = continue_loader(loader, config, place, restored.iterator, meta)
-    recorder = _build_recorder(mesh, directory, step, max(checkpointer.steps(), default=0))
+    newest = max(checkpointer.steps(), default=0)
+    recorder = _build_recorder(mesh, directory, step, newest, supervision.prometheus)
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(step)
@@ -310,6 +322,8 @@ def start_session(
         profiler=Profiler(
             config.telemetry.profile_steps,
             directory.root / "profile",
+            steps_on_request=config.telemetry.trace_steps,
+            take_request=supervision.interruption.take_trace_request,
             is_required=config.telemetry.required,
             print_line=recorder.print_line,
         ),
@@ -372,7 +386,9 @@ def _restore(
     return restored, check_continuity(directory, fingerprint, restored.meta, checkpointer.place)
 
 
-def _build_recorder(mesh: Mesh, directory: RunDirectory, step: int, newest: int) -> Recorder:
+def _build_recorder(
+    mesh: Mesh, directory: RunDirectory, step: int, newest: int, prometheus: Prometheus
+) -> Recorder:
     config = directory.config
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
@@ -384,6 +400,7 @@ def _build_recorder(mesh: Mesh, directory: RunDirectory, step: int, newest: int)
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
         stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
+        prometheus=prometheus,
     )
 
 

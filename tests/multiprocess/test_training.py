@@ -5,7 +5,16 @@ import time
 
 import pytest
 from helpers.runs import checkpoints, last_words, losses
-from helpers.training_process import command, ended, ends, members, output_of, run, steps_of
+from helpers.training_process import (
+    DEADLINE_SECONDS,
+    command,
+    ended,
+    ends,
+    members,
+    output_of,
+    run,
+    steps_of,
+)
 
 from maxpipe import train as command_line
 
@@ -92,6 +101,15 @@ def test_train_sigterm_to_one_process_stops_all_and_one_process_goes_on_with_the
     parts = command(tmp_path, *words, "checkpoint.every=1", "checkpoint.keep=3")
     with members(tmp_path, 2, parts) as started:
         started[0].wait_for("step    3/")
+        # Each process answers for itself, and goes on.
+        started[1].send(signal.SIGUSR1)
+        started[1].wait_for("(most recent call first):")
+        started[1].send(signal.SIGUSR2)
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not list(tmp_path.rglob("*.xplane.pb")):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert "SIGUSR2" not in started[0].output
         started[1].send(signal.SIGTERM)
         output = ended(started, [75, 75])
     assert "2 processes" in output

@@ -1,5 +1,6 @@
 """A command whose console is closed, narrow or interrupted leaves no traceback."""
 
+import faulthandler
 import io
 import os
 import signal
@@ -21,7 +22,8 @@ import os, runpy, signal, sys
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "maxpipe.config":
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+                os.kill(os.getpid(), number)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 module = sys.argv.pop(1)
@@ -67,11 +69,14 @@ def test_console_is_closed_training_continues_and_schedule_ends_quietly(tmp_path
         for module in ("maxpipe", *(f"maxpipe.{name}" for name in COMMANDS))
     ],
 )
-def test_command_interrupted_while_modules_are_imported_says_one_line(module):
+def test_command_interrupted_while_modules_are_imported_has_stacks_and_says_one_line(module):
     words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, "schedule"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == INTERRUPTED
-    assert ended.stderr.strip() == "stopped by Ctrl-C"
+    stacks, _, line = ended.stderr.strip().rpartition("\n")
+    assert line == "stopped by Ctrl-C"
+    assert "(most recent call first):\n" in stacks
+    assert "in find_spec\n" in stacks
 
 
 def test_ctrl_c_is_an_exception_in_main_and_no_traceback_around_it(monkeypatch, capfd):
@@ -96,6 +101,8 @@ def test_ctrl_c_is_an_exception_in_main_and_no_traceback_around_it(monkeypatch, 
             ctrl_c.run(lambda: 3)
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        faulthandler.unregister(signal.SIGUSR1)
     assert handlers == [signal.default_int_handler]
     assert capfd.readouterr().err == "\nstopped by Ctrl-C\n" * 2
 

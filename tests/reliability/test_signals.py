@@ -83,11 +83,24 @@ def test_signals_end_a_process_that_cannot_print():
         assert process.wait(10) == INTERRUPTED
 
 
+@pytest.mark.parametrize("ends_process", [True, False])
+def test_signal_asks_for_one_trace_and_for_nothing_else(ends_process, ended, capfd):
+    with Interruption(ends_process=ends_process) as interruption:
+        assert not interruption.take_trace_request()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_until(interruption.take_trace_request)
+        assert not interruption.take_trace_request()
+        assert not interruption.after(3)
+    assert ended == []
+    assert "SIGUSR2: the next steps are traced" in capfd.readouterr().err
+
+
 def test_signal_handlers_and_threads_are_removed_on_exit():
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = [signal.getsignal(n) for n in numbers]
     with Interruption():
-        assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] != before
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+        assert [signal.getsignal(n) for n in numbers] != before
+    assert [signal.getsignal(n) for n in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
     wait_until(lambda: all(thread.name != "signals" for thread in threading.enumerate()))
 

@@ -51,6 +51,8 @@ def end(number, frame):
 handler = signal.SIG_IGN if act == "deaf" else end
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, handler)
+print("ignored", signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN, flush=True)
+signal.signal(signal.SIGUSR2, lambda number, frame: print("asked", number, flush=True))
 if act == "deaf":
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_IGN)
@@ -170,6 +172,8 @@ def test_supervise_one_process_restarts_it_with_its_memory_and_passes_a_signal_o
     with inherited(signal.SIGHUP, signal.SIG_DFL), Supervised(tmp_path, "wait replica wait") as run:
         run.ready(1)
         own, _ = memory_of(run, 0)
+        run.processes[0].send_signal(signal.SIGUSR2)
+        run.wait_for(lambda: f"asked {signal.SIGUSR2}\n" in run.output())
         shutil.rmtree(own.parent)
         run.kill_trainer(0)
         run.ready(2)
@@ -180,6 +184,7 @@ def test_supervise_one_process_restarts_it_with_its_memory_and_passes_a_signal_o
         os.killpg(run.processes[0].pid, signal.SIGHUP)  # as a terminal does
         assert run.codes() == [75]
     assert run.output().count("got 15") == 1
+    assert "ignored True\n" in run.output(), "until the trainer has a handler"
     assert "restart 1 of at most 20 in 0.1 s" in run.output()
     jobs, numbers, coordinators = list(zip(*run.attempts(), strict=True))[1:]
     assert len({*jobs}) == 1, "the job has one name"

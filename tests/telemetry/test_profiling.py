@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import pytest
 
@@ -17,14 +19,30 @@ def test_profiler_traces_exactly_steps_of_window(tmp_path, monkeypatch):
         ([2, 3], range(4, 6), [4, 5]),
         ([], range(1, 3), [1, 2]),
     ]:
-        calls.clear()
-        profiler = Profiler(window, tmp_path)
-        for step in steps:
-            profiler.before(step)
-            calls.append(step)
-            profiler.after(step)
-        profiler.close()
-        assert calls == expected
+        assert traced(calls, Profiler(window, tmp_path), steps) == expected
+    # Asked for before the first step, before a step, during a trace, and just before the window.
+    for asked, window, expected in [
+        ([1], [], ["start", 1, 2, "stop", 3, 4, 5]),
+        ([3], [], [1, 2, "start", 3, 4, "stop", 5]),
+        ([3, 4], [], [1, 2, "start", 3, 4, "stop", 5]),
+        ([2], [3, 4], [1, "start", 2, 3, "stop", "start", 4, "stop", 5]),
+        ([5], [], [1, 2, 3, 4, "start", 5, "stop"]),
+    ]:
+        requests = iter([step in asked for step in range(1, 6)])
+        profiler = Profiler(
+            window, tmp_path, steps_on_request=2, take_request=partial(next, requests)
+        )
+        assert traced(calls, profiler, range(1, 6)) == expected
+
+
+def traced(calls, profiler, steps):
+    calls.clear()
+    for step in steps:
+        profiler.before(step)
+        calls.append(step)
+        profiler.after(step)
+    profiler.close()
+    return calls
 
 
 def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, monkeypatch):

@@ -92,6 +92,7 @@ class Recorder:
         self.notes, self.print_line = notes, notes.append
         self.give_up_later = partial(notes.append, "give up later rows")
         self.close = partial(notes.append, "close recorder")
+        self.checkpoint = Mock()
         self.seconds = []
 
     def step(self, step, loss, grad_norm, learning_rate, step_seconds, **extra):
@@ -148,7 +149,7 @@ def run(notes):
         _run.losses = parts.checkpointer.losses
         return train(parts)
 
-    def make_parts(start=0, bad=(), late=(), not_finite=(), skips=0, **values):
+    def make_parts(start=0, bad=(), late=(), not_finite=(), skips=0, traced=0, **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, start, config.checkpoint, late, not_finite)
         return Session(
@@ -162,7 +163,12 @@ def run(notes):
             place_eval=place,
             checkpointer=checkpointer,
             recorder=Recorder(notes),
-            profiler=Mock(**{"close.side_effect": lambda: notes.append("close profiler")}),
+            profiler=Mock(
+                **{
+                    "close.side_effect": lambda: notes.append("close profiler"),
+                    "ends_with.side_effect": lambda step: step == traced,
+                }
+            ),
             meta={},
             supervision=Supervision(lease=Lease()),
         )
@@ -205,6 +211,12 @@ def test_loop_logs_every_step_once_with_a_delay_of_one_step(run, notes):
     run()
     assert of(notes, "log") == [f"log {i}: {i}" for i in range(1, 7)]
     assert notes[:4] == ["step 1", "step 2", "log 1: 1", "step 3"]
+
+
+def test_loop_waits_for_the_last_step_of_a_trace_only(run, notes):
+    run(traced=3)
+    assert notes[2:6] == ["log 1: 1", "step 3", "log 2: 2", "log 3: 3"]
+    assert notes[6:9] == ["step 4", "step 5", "log 4: 4"]
 
 
 def test_loop_logs_a_step_before_its_evaluation_and_save(run, notes):

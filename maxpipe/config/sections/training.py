@@ -160,6 +160,17 @@ class TelemetryConfig:
         1800, "exit with 124 if a later step takes so long; 0 = never"
     )
     profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")
+    trace_steps: int = option(3, "steps of the profiler trace that SIGUSR2 asks for", minimum=1)
+    metrics_port: int = amount(
+        0, "port at which process 0 serves Prometheus' /metrics; 0 = none", maximum=65535
+    )
+    metrics_host: str = option(
+        "127.0.0.1",
+        "address of this port; 0.0.0.0 = reachable from other machines",
+        pattern=r"\S+",
+        form="a name or an address of the machine",
+        acts_with="telemetry.metrics_port",
+    )
 
 
 @dataclass(frozen=True)
