@@ -257,12 +257,13 @@ class DataSource(Variant):
       companion: ending of the file next to each of these that is read with it, "" if none is.
       version: "module:function". For a source without a path, returns a text that changes whenever
         the documents do; "" if they never change. For one with a path, takes a part of the path
-        and `data.cache_dir`, and returns the part's files and a digest of what else it depends on,
+        and `data.*`, and returns the part's files and a digest of what else it depends on,
         or None for plain files; "" if there are only plain files.
       needs_tokenizer: whether the documents stand for text. Other sources draw ids, from as many as
         `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
       has_column: whether `data.column` names the column that has the documents.
+      streams: whether `data.stream` reads files as they are needed.
       knows_lengths: whether documents have `lengths`, so that a mixture may be weighted by tokens.
     """
 
@@ -274,6 +275,7 @@ class DataSource(Variant):
     needs_tokenizer: bool = True
     is_chat: bool = False
     has_column: bool = False
+    streams: bool = False
     knows_lengths: bool = False
 
     @property
@@ -282,6 +284,7 @@ class DataSource(Variant):
         return (
             *(() if self.needs_path else of_paths),
             *(() if self.has_column else ("column",)),
+            *(() if self.streams else ("stream",)),
             *(() if self.is_chat else of_chats),
         )
 
@@ -308,6 +311,7 @@ def _datasets(function: str, summary: str, is_chat: bool = False) -> DataSource:
         version=f"{_SOURCES}datasets:contents_of",
         is_chat=is_chat,
         has_column=True,
+        streams=not is_chat,
     )
 
 
@@ -344,7 +348,10 @@ SOURCES: dict[str, DataSource] = {
         knows_lengths=True,
     ),
     "parquet": DataSource(
-        _SOURCES + "parquet:parquet", "columns of parquet files", suffixes=(".parquet",)
+        _SOURCES + "parquet:parquet",
+        "columns of parquet files",
+        suffixes=(".parquet",),
+        streams=True,
     ),
     "python_help": _python(
         "chat:python_help",

@@ -26,7 +26,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.name",),
     "data": (
         *FINGERPRINTED[:4],
-        *_in("data", "mixture_by column shuffle eval_fraction packing sequence_length"),
+        *_in("data", "mixture_by stream column shuffle eval_fraction packing sequence_length"),
     ),
     "tokenizer": FINGERPRINTED[4:],
 }

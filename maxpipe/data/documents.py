@@ -114,10 +114,18 @@ class FileDocuments:
         return read_text(self._paths[index], name=self._originals[index])
 
 
+class Blocks(NamedTuple):
+    """How documents are stored, if one cannot be read without those around it."""
+
+    sizes: np.ndarray  # documents of each block, one after the other, int64 [blocks]
+    mean_bytes: float  # of a block in memory
+
+
 class Concatenation:
     """The documents of several parts, such as files or sources, one part after the other."""
 
-    def __init__(self, parts: Sequence[Documents]):
+    def __init__(self, parts: Sequence[Documents], blocks: Blocks | None = None):
+        self.blocks = blocks
         self._parts = parts
         self._firsts = [0, *accumulate(map(len, parts))]
 
@@ -138,6 +146,10 @@ class Subset:
     def __init__(self, documents: Documents, indices: np.ndarray):
         self._documents = documents
         self._indices = indices
+        self.blocks: Blocks | None = getattr(documents, "blocks", None)
+        if self.blocks:
+            ends = np.searchsorted(indices, np.cumsum(self.blocks.sizes))
+            self.blocks = self.blocks._replace(sizes=np.diff(ends, prepend=0))
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -258,14 +270,14 @@ class EncodedDocuments:
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, vocab_size: int, skips_bad: bool = False
     ):
-        self._documents = documents
+        self.documents = documents
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._skips_bad = skips_bad
         self._skipped: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def take_skipped(self) -> dict[int, str]:
         """Return the reason by index of each document skipped since the last call."""
@@ -280,7 +292,7 @@ class EncodedDocuments:
         BadDocument unless bad documents are skipped, ConfigError for an id beyond the vocabulary.
         """
         try:
-            return self.encode(self._documents[index])
+            return self.encode(self.documents[index])
         except BadDocument as error:
             if not self._skips_bad:
                 remedy = "; data.on_bad_document=skip leaves such documents out"

@@ -14,7 +14,15 @@ from maxpipe.config.catalog import PACKED, SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
-from maxpipe.storage.local_files import each_once, fetch, shown, with_endings
+from maxpipe.storage.local_files import (
+    RemoteFile,
+    each_once,
+    fetch,
+    list_remote,
+    local_file,
+    shown,
+    with_endings,
+)
 from maxpipe.storage.object_store import is_remote
 
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", *(f".tar{e}" for e in PACKED))
@@ -91,6 +99,19 @@ def full_names(path: str, facts: DataSource) -> str:
     names = [p.removesuffix(ending).removesuffix(facts.companion) for p in parts_of(path)]
     names = [f"{glob.escape(n)}/**/*" if isdir(os.path.expanduser(n)) else n for n in names]
     return ",".join(name + ending for name in names)
+
+
+def stored_files(path: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+    """Return the files of `data.path` where they lie, local ones first; errors are those of
+    `find_files` and `list_remote`.
+    """
+    remote, local = (
+        [p for p in parts_of(path) if is_remote(p) == there] for there in (True, False)
+    )
+    files = [file for url in remote for file in list_remote(url, suffixes)]
+    if local or not files:
+        files = [*map(local_file, find_files(",".join(local), suffixes)), *files]
+    return files
 
 
 def parts_of(path: str) -> list[str]:

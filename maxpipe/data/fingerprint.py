@@ -260,7 +260,7 @@ def _list_files(data: DataConfig) -> list[tuple[File, str]]:
     # Sources that name what an entry's rows come from open the entries in sorted order.
     path = full_names(data.path, facts)
     for part in sorted_parts(path) if facts.version else parts_of(path):
-        contents = attribute_of(facts.version)(part, data.cache_dir) if facts.version else None
+        contents = attribute_of(facts.version)(part, data) if facts.version else None
         if contents:
             files, name, digest = contents
             local.update(files)

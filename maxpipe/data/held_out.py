@@ -21,7 +21,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import Encoded, EncodedDocuments, is_mixed, open_sources
 from maxpipe.data.loader import SKIPPED_NAMED, encoder_of, open_tokenizer, source_names
-from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
+from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row, order_of
 
 COUNTED = 1 << 20  # tokens
 # Up to T tokens to predict: number of a document, tokens after its begin, number of tokens.
@@ -42,7 +42,7 @@ class Text:
 
     def __init__(self, encoder: EncodedDocuments, enough: float, row: int, packing: bool):
         self.num_documents = len(encoder)
-        order = DocumentOrder(len(encoder), 0, shuffle=True)
+        order = order_of(encoder.documents, 0, shuffle=True)
         read: dict[int, Encoded] = {}
         self.tokens = 0
         while len(read) < len(encoder) and self.tokens < enough:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 SKIPPED_NAMED = 5  # how many skipped documents are named
+STREAM_THREADS = 16  # that read row groups
 
 
 class Loader(Iterator["Batch"]):
@@ -100,7 +101,7 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    documents, order = open_mixture(data, split, config.seed)
+    documents, order = open_mixture(data, split, config.seed, batch_size)
     if state is None:
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
@@ -111,6 +112,7 @@ def make_loader(
         sequence_length=data.sequence_length,
         packing=data.packing,
         pad_id=open_tokenizer(config).pad_id,
+        threads=STREAM_THREADS if data.stream else 1,
     )
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]

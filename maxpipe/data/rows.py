@@ -26,8 +26,11 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
 
@@ -39,6 +42,7 @@ from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.block_order import BlockOrder
 from maxpipe.data.documents import (
     Concatenation,
     Documents,
@@ -89,18 +93,19 @@ class DocumentOrder:
 class MixedOrder:
     """The `Order` in which the documents of a `Concatenation` are drawn.
 
-    Every source has epochs of its own, each a `DocumentOrder` of its documents; its weight decides
-    how fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
-    further meaning. Sources are mixed also without `shuffle`.
+    Every source has epochs of its own, each in the order of its documents; its weight decides how
+    fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
+    further meaning. Sources are mixed also if their orders do not shuffle.
 
     `draws` are those of each source per round. They sum to `ROUND`, and need not be whole: rounds
     differ by a draw, so that their sum keeps to the share at any time (systematic sampling).
     """
 
-    def __init__(self, sizes: Sequence[int], draws: Sequence[float], seed: int, shuffle: bool):
+    def __init__(self, orders: Sequence[Order], draws: Sequence[float], seed: int):
+        sizes = [order.num_documents for order in orders]
         self.num_documents = sum(sizes)
         self._seed = seed
-        self._orders = [DocumentOrder(size, seed, shuffle) for size in sizes]
+        self._orders = orders
         self._firsts = [0, *accumulate(sizes)]
         # Laid end to end, `draws` divide [0, ROUND]. A round's slots lie there one apart, from an
         # offset below 1, and belong to the source in whose part they lie.
@@ -139,17 +144,24 @@ def shares(weights: Sequence[float]) -> list[int]:
     return counts.tolist()
 
 
-def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
+def order_of(documents: Documents, seed: int, shuffle: bool, rows: int = 1) -> Order:
+    """Return the order of documents for a batch of `rows` rows."""
+    if shuffle and (blocks := getattr(documents, "blocks", None)):
+        return BlockOrder(blocks, seed, rows)
+    return DocumentOrder(len(documents), seed, shuffle)
+
+
+def open_mixture(config: DataConfig, split: Split, seed: int, rows: int) -> tuple[Documents, Order]:
     """Return the documents of one split, those of all sources of a mixture, and the order in which
-    to visit them; errors are those of `open_sources`.
+    `rows` rows visit them; errors are those of `open_sources`.
     """
     sources = open_sources(config, split)
     if not is_mixed(config, split):
         (documents,) = sources
-        return documents, DocumentOrder(len(documents), seed, config.shuffle)
-    draws = draws_of(config, sources)
-    order = MixedOrder([len(source) for source in sources], draws, seed, config.shuffle)
-    return Concatenation(sources), order
+        return documents, order_of(documents, seed, config.shuffle, rows)
+    # A draw of a source may be any row's.
+    orders = [order_of(source, seed, config.shuffle) for source in sources]
+    return Concatenation(sources), MixedOrder(orders, draws_of(config, sources), seed)
 
 
 def draws_of(config: DataConfig, sources: Sequence[Documents]) -> Sequence[float]:
@@ -294,6 +306,7 @@ class RowSource:
     sequence_length: int
     packing: bool  # whether a sequence holds several documents or one
     pad_id: int
+    threads: int  # that fill rows, because these may wait for a store
 
 
 class RowDataset(grain.IterDataset):
@@ -318,13 +331,15 @@ class RowIterator(grain.DatasetIterator):
     def __init__(self, source: RowSource, state: np.ndarray):
         super().__init__()
         self._source = source
+        self._pool = ThreadPoolExecutor(source.threads) if source.threads > 1 else None
         self.set_state({"rows": state})
 
     def __next__(self) -> tuple[Batch, np.ndarray, str]:
         source = self._source
         batch = empty_batch(len(self._streams), source.sequence_length, source.pad_id)
-        for row, stream in enumerate(self._streams):
-            fill_row(batch, row, stream, source.packing)
+        each = self._pool.map if self._pool else map
+        fill = partial(fill_row, batch, packing=source.packing)
+        deque(each(fill, range(len(self._streams)), self._streams), maxlen=0)
         skipped = source.documents.take_skipped()
         return batch, self.get_state()["rows"], json.dumps(skipped) if skipped else ""
 

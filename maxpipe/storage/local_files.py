@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from maxpipe.config.catalog import PACKED
 from maxpipe.config.errors import ConfigError, Problem, redacted
@@ -239,7 +239,7 @@ def fetch(url: str, suffixes: Sequence[str], cache_dir: str, limit: int = 0) -> 
 
 
 class RemoteFile(NamedTuple):
-    """A file in an object store: its name without protocol, its size in bytes, its entity tag."""
+    """A file where it lies: its path or URL, size in bytes, and entity tag, or version."""
 
     name: str
     size: int
@@ -251,20 +251,31 @@ def list_remote(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
     files = []
     with explained(url, _PATH):
         store = open_store(url, _PATH)
-        for name in sorted(_remote_files(store, url, suffixes)):
-            info = store.info(name)
+        for name, info in sorted(_remote_files(store, url, suffixes).items()):
             # S3 calls it ETag, Google's store etag.
             etag = info.get("ETag") or info.get("etag") or store.ukey(name)
+            name = f"{url.partition('://')[0]}://{name}"
             files.append(RemoteFile(name, int(info["size"]), str(etag).strip('"')))
     return files
 
 
-def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]) -> list[str]:
+def local_file(path: str) -> RemoteFile:
+    version = version_of(path)
+    return RemoteFile(path, version[0], str(version))
+
+
+def _remote_files(
+    store: "AbstractFileSystem", url: str, suffixes: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what the store says of each file, by name: one request for a thousand of them."""
+    name = url.partition("://")[2]
     if "*" in url or "?" in url or "[" in url:
-        return [name for name in store.glob(url) if store.isfile(name)]
+        found = store.glob(url, detail=True)
+        return {name: info for name, info in found.items() if info["type"] == "file"}
     if store.isfile(url):
-        return [url.partition("://")[2]]
-    return with_endings(store.find(url), suffixes, url.partition("://")[2])
+        return {name: store.info(url)}
+    found = store.find(url, detail=True)
+    return {file: found[file] for file in with_endings([*found], suffixes, name)}
 
 
 def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str, limit: int) -> str:

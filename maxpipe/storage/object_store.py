@@ -1,20 +1,24 @@
 """Open object stores (`s3://`, `gs://`) through fsspec: libraries, options, helpful errors."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from fsspec.callbacks import Callback
+    from fsspec.spec import AbstractBufferedFile
 
+WAITS = (1, 2, 4, 8, 16, 32)  # seconds between attempts to read
+_HUB, _PATH = "hf", "data.path"
 DEADLINE = "checkpoint.mirror_deadline_seconds"
 
 Answer = TypeVar("Answer")
@@ -102,6 +106,42 @@ class Deadline:
 
 def is_remote(path: str) -> bool:
     return "://" in path
+
+
+@lru_cache
+def _store_of(protocol: str) -> "AbstractFileSystem":
+    if protocol != _HUB:
+        return open_store(f"{protocol}://", _PATH)
+    with optional("huggingface_hub", "hub", _PATH):
+        from huggingface_hub import HfFileSystem
+    return HfFileSystem()
+
+
+def opened(url: str, size: int) -> "AbstractBufferedFile":
+    """Return a file of `size` bytes of a store or, as hf://..., of the hub of Hugging Face, with a
+    request for each read and none before.
+    """
+    return _store_of(url.partition("://")[0]).open(url, size=size, cache_type="none")
+
+
+def patiently(call: Callable[[], Answer], url: str, lasting: type[Exception]) -> Answer:
+    """Return the answer to a call that reads from a store, which is repeated for a minute if that
+    fails, unless with an error that `lasting` names, or for want of a file or permission.
+
+    Every store has errors of its own for what is temporary; the last is raised as an OSError.
+    """
+    for pause in (*WAITS, None):
+        try:
+            return call()
+        except (lasting, FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:
+            if pause is None:
+                raise OSError(f"{type(error).__name__}: {error}") from error
+            line = f"{url} cannot be read, next attempt in {pause} s: {error}"
+            print(redacted(line), file=sys.stderr, flush=True)
+            time.sleep(pause)
+    raise AssertionError
 
 
 def open_store(url: str, key: str) -> "AbstractFileSystem":

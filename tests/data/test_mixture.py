@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.data.loader import make_loader
-from maxpipe.data.rows import CYCLE, ROUND, MixedOrder, shares
+from maxpipe.data.rows import CYCLE, ROUND, DocumentOrder, MixedOrder, shares
 
 SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]
@@ -15,7 +15,8 @@ WEIGHTS = [1.0, 2.5, 0.5]
 
 @cache
 def draws(seed, shuffle, start=0, stop=2 * ROUND):
-    order = MixedOrder(SIZES, shares(WEIGHTS), seed, shuffle)
+    orders = [DocumentOrder(size, seed, shuffle) for size in SIZES]
+    order = MixedOrder(orders, shares(WEIGHTS), seed)
     found = [order(*divmod(g, order.num_documents)) for g in range(start, stop)]
     sources = np.searchsorted(np.cumsum(SIZES), found, side="right")
     return sources, np.asarray(found) - np.array([0, *np.cumsum(SIZES)])[sources]
@@ -45,7 +46,7 @@ def test_mixed_order_depends_on_seed_and_round():
 
 def test_mixed_order_keeps_to_draws_that_are_not_whole_and_repeats_no_document():
     draws, size = np.array([0.05, 0.55, 7.3, ROUND - 7.9]), 1 << 30
-    order = MixedOrder([size] * 4, draws, seed=0, shuffle=False)
+    order = MixedOrder([DocumentOrder(size, 0, shuffle=False)] * 4, draws, seed=0)
     for first in (0, CYCLE - 20):  # of 40 rounds, the latter across the end of a cycle
         found = [order(0, g) for g in range(first * ROUND, (first + 40) * ROUND)]
         sources, documents = np.divmod(found, size)

@@ -57,7 +57,7 @@ def idleness(c: Config, key: str, before: Config | None = None) -> tuple[str, st
 def _sources_for(c: Config, key: str) -> list[str]:
     if key == "data.eval_path":  # which is read with data.source, next to a mixture as well
         return [c.data.source]
-    is_evaluated = key == "data.column" and c.data.eval_path
+    is_evaluated = key in ("data.column", "data.stream") and c.data.eval_path
     return [*c.data.sources, *[c.data.source] * bool(is_evaluated)]
 
 

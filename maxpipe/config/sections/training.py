@@ -20,6 +20,9 @@ class DataConfig:
     source: str = option("python_stdlib", "where documents come from", variants=SOURCES)
     path: str = option("", "files, directories or globs, with commas; s3://, gs://, hf:NAME")
     eval_path: str = option("", "path of a validation set; empty = hold out data.eval_fraction")
+    stream: bool = option(
+        False, "read parquet files where they are as training comes to them, without copies"
+    )
     column: str = option("", "column of the documents; empty = text, tokens or messages")
     mixture: list[MixtureEntry] = option(
         [], "several sources in place of one: [{source, path, weight}, ...]"

@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import chain
 from os.path import expanduser, isfile
 from pathlib import Path
 from types import ModuleType
@@ -21,16 +23,25 @@ from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation
-from maxpipe.data.files import find_files, local_files, path_error, require_content, sorted_parts
+from maxpipe.data.files import (
+    find_files,
+    local_files,
+    path_error,
+    require_content,
+    sorted_parts,
+    stored_files,
+)
 from maxpipe.data.sources.chat import Conversations, template_of
 from maxpipe.data.sources.parquet import (
     COLUMNS,
+    SUFFIXES,
     RowDocuments,
     Rows,
     document_field,
     lacks_column,
+    streamed,
 )
-from maxpipe.storage.local_files import cache_directory
+from maxpipe.storage.local_files import RemoteFile, cache_directory, local_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -82,7 +93,7 @@ def open_tables(config: DataConfig) -> list[tuple[str, "Dataset"]]:
     return [(part, _open(part, config, library).with_format(None)) for part in parts]
 
 
-def contents_of(part: str, cache_dir: str) -> tuple[list[str], str, str] | None:
+def contents_of(part: str, config: DataConfig) -> tuple[list[str], str, str] | None:
     """Return what the rows of an entry of `data.path` come from, downloading it if need be.
 
     These are local files, the name of what else they depend on, "" if there is nothing else, and
@@ -101,7 +112,10 @@ def contents_of(part: str, cache_dir: str) -> tuple[list[str], str, str] | None:
     selection = f"configuration {name.configuration or 'default'}, split {name.split}"
     if Path(name.name).is_dir():
         return local_files(name.name, ("",)), selection, selection
-    commits = _commits(_from_hub(part, cache_dir))
+    if config.stream:
+        commits = sorted({file.etag for file in _stored(part, config.cache_dir)})
+    else:
+        commits = _commits(_from_hub(part, config.cache_dir))
     shown = f"{SCHEME}{name.name}:{name.configuration or ''}:{name.split}"
     return [], shown, f"{' '.join(commits)} {selection}"
 
@@ -163,6 +177,32 @@ def _from_hub(part: str, cache_dir: str) -> "Dataset":
     return rows
 
 
+@cache  # a start asks several times, and must get one commit
+def _stored(part: str, cache_dir: str) -> list[RemoteFile]:
+    """Return the parquet files of an entry of `data.path` where they lie."""
+    if not part.startswith(SCHEME):
+        return stored_files(part, SUFFIXES)
+    (name, revision, configuration, split), cache = hub_name(part), _library_cache(cache_dir)
+    with _reading(part):
+        builder = _library().load_dataset_builder(
+            name, configuration, revision=revision, cache_dir=cache
+        )
+    files = builder.config.data_files or {}
+    urls = [str(url) for url in files.get(split, [])]
+    others = [url for url in urls if not url.lower().endswith(SUFFIXES)]
+    if others or not urls:
+        there = ", ".join(files)
+        reason = f"has {others[0]}" if others else f"has the splits {there or 'of a script'}"
+        raise path_error(f"{part} {reason}; data.stream reads *.parquet of a whole split")
+    if Path(name).is_dir():
+        return [local_file(url) for url in urls]
+    with _reading(part):
+        from huggingface_hub import HfFileSystem
+
+        sizes = [HfFileSystem().info(url)["size"] for url in urls]
+    return [RemoteFile(u, n, u.partition("@")[2][:40]) for u, n in zip(urls, sizes, strict=True)]
+
+
 def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> None:
     """Refuse rows of another commit: offline, the library takes the newest one in its cache."""
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -220,6 +260,9 @@ def datasets(config: DataConfig) -> Concatenation:
     raises ConfigError if one cannot be read, or has no column of text or token ids.
     """
     names = [config.column] if config.column else COLUMNS
+    if config.stream:
+        files = [_stored(part, config.cache_dir) for part in sorted_parts(config.path)]
+        return streamed([*chain(*files)], config.cache_dir, names)
     parts = []
     for name, rows in open_tables(config):
         # The schema gives a data set's column before any row is read.

@@ -2,32 +2,34 @@
 
 Reading a row of a parquet file means reading the thousands of rows around it. Each file is
 therefore rewritten once as an uncompressed Arrow file of that column alone, which is memory-mapped;
-see `data.cache_dir`.
+see `data.cache_dir`. With `data.stream` row groups are read as they are needed (`row_groups`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from types import ModuleType
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Concatenation, bad_document
-from maxpipe.data.files import files_of, path_error
-from maxpipe.storage.local_files import local_copy, version_of
+from maxpipe.data.documents import Blocks, Concatenation, bad_document
+from maxpipe.data.files import files_of, path_error, stored_files
+from maxpipe.storage.local_files import RemoteFile, local_copy, version_of
+from maxpipe.storage.row_groups import RowGroupFile, footer, import_pyarrow, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("text", "tokens")
+SUFFIXES = SOURCES["parquet"].suffixes
+_THREADS = 32  # that read footers
 
 
 class Rows:
-    """The rows of a table, an `ArrowFile` or data set, whose name stands for it in messages."""
+    """The rows of a table: an `ArrowFile`, `RowGroupFile` or data set; messages have its name."""
 
     def __init__(self, name: str, table: Any):
         self._name = name
@@ -79,7 +81,7 @@ class ArrowFile:
 # Mappings are cached per process, outside the object, because they cannot be pickled for workers.
 @lru_cache(maxsize=1024)
 def _map_table(path: str) -> "pa.Table":
-    pyarrow = _pyarrow()
+    pyarrow = import_pyarrow()
     return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()
 
 
@@ -87,7 +89,7 @@ def _arrow_copy(path: str, field: "pa.Field", config: DataConfig) -> str:
     """Return the path of an Arrow file that has one column of a parquet file."""
 
     def write(out: BinaryIO) -> None:
-        pyarrow = _pyarrow()
+        pyarrow = import_pyarrow()
         schema = pyarrow.schema([field])
         with pyarrow.ipc.new_file(out, schema) as writer:
             for batch in read_batches(path, [field.name]):
@@ -100,30 +102,21 @@ def _arrow_copy(path: str, field: "pa.Field", config: DataConfig) -> str:
 
 def read_batches(path: str, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
     """Yield some columns of a parquet file; raises ConfigError if the file is damaged."""
-    with _reading(path), _pyarrow().parquet.ParquetFile(path) as file:
+    with reading(path), import_pyarrow().parquet.ParquetFile(path) as file:
         yield from file.iter_batches(columns=columns)
 
 
 def schema_of(path: str) -> "pa.Schema":
     """Return the columns of a parquet file; raises ConfigError if it is none."""
-    with _reading(path):
-        return _pyarrow().parquet.read_schema(path)
-
-
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Turn pyarrow's errors into ConfigErrors that name the file."""
-    try:
-        yield
-    except (_pyarrow().ArrowException, OSError) as error:  # the latter for damaged pages, too
-        raise path_error(f"{path} cannot be read as parquet: {error}") from error
+    with reading(path):
+        return import_pyarrow().parquet.read_schema(path)
 
 
 def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLUMNS) -> "pa.Field":
     """Return name and type, without dictionary encoding, of the first of `columns` that exists;
     raises ConfigError if none exists, or if it holds neither text nor token ids.
     """
-    pyarrow = _pyarrow()
+    pyarrow = import_pyarrow()
     types = pyarrow.types
     name = next((name for name in columns if name in schema.names), None)
     if name is None:
@@ -143,16 +136,31 @@ def lacks_column(path: str, there: Sequence[str], needed: Sequence[str]) -> Conf
     return path_error(f"{path} has the columns {', '.join(there)}; it needs {names}")
 
 
-def _pyarrow() -> ModuleType:
-    with optional("pyarrow", "data", "data.source"):
-        import pyarrow.parquet
-    return pyarrow
+@cache  # a start opens documents several times
+def _row_group_file(file: RemoteFile, columns: Sequence[str], cache_dir: str) -> RowGroupFile:
+    schema = footer(file, cache_dir).schema.to_arrow_schema()
+    return RowGroupFile(file, document_field(file.name, schema, columns).name, cache_dir)
+
+
+def streamed(
+    files: Sequence[RemoteFile], cache_dir: str, columns: Sequence[str] = COLUMNS
+) -> Concatenation:
+    """Return the rows of files that are read as they are needed; errors are those of `parquet`."""
+    open_one = partial(_row_group_file, columns=tuple(columns), cache_dir=cache_dir)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        tables = [*pool.map(open_one, files)]
+    rows = np.concatenate([table.rows for table in tables])
+    mean_bytes = sum(table.bytes.sum() for table in tables) / max(len(rows), 1)
+    parts = [RowDocuments(file.name, table) for file, table in zip(files, tables, strict=True)]
+    return Concatenation(parts, Blocks(rows, mean_bytes))
 
 
 def parquet(config: DataConfig) -> Concatenation:
     """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order;
     raises ConfigError if one is not a parquet file or lacks the column.
     """
+    if config.stream:
+        return streamed(stored_files(config.path, SUFFIXES), config.cache_dir)
     parts = []
     for path in files_of(config, "parquet"):
         field = document_field(path, schema_of(path))

@@ -1,0 +1,276 @@
+"""Parquet files that are read as training comes to them, a row group at a time."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers.documents import all_of, opened
+from helpers.hub import COMMIT, hub_of
+from helpers.runs import losses
+from helpers.training_process import ONE_LAYER, train_here
+
+from maxpipe.config import Config, load, replace
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.identity import group_of
+from maxpipe.data import block_order
+from maxpipe.data.block_order import BlockOrder
+from maxpipe.data.check import SOUND, check
+from maxpipe.data.documents import Blocks
+from maxpipe.data.fingerprint import CHANGED, SourceFiles
+from maxpipe.data.loader import make_loader
+from maxpipe.storage import object_store, row_groups
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def write(directory, texts, rows=50, files=3):
+    """Write shards as nanochat's: a column `text` and one more, in row groups."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for i, part in enumerate(np.array_split(np.array(texts, object), files)):
+        table = pa.table({"id": range(len(part)), "text": pa.array(part, pa.string())})
+        pq.write_table(table, directory / f"shard_{i:05}.parquet", row_group_size=rows)
+    return directory
+
+
+def texts_of(count, seed=0):
+    """Return texts that differ, with lengths as in the web: a few are far longer than most."""
+    lengths = np.random.default_rng(seed).lognormal(1.5, 1.2, count).astype(int)
+    return [f"{i:x}:" + "x" * int(length) for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch):
+    """Return how often each row group was read, by file and number."""
+    counts = Counter()
+    read_group = row_groups._read_group
+
+    def counted(file, group, *others):
+        counts[file.name, group] += 1
+        return read_group(file, group, *others)
+
+    monkeypatch.setattr(row_groups, "_read_group", counted)
+    monkeypatch.setattr(row_groups, "_HELD", row_groups._RowGroups())
+    return counts
+
+
+def config_of(path, batch=6, **data):
+    values = {"source": "parquet", "path": str(path), "stream": True, "eval_fraction": 0.0}
+    values |= {"global_batch_size": batch, "sequence_length": 16, **data}
+    return replace(Config(), **{f"data.{key}": value for key, value in values.items()})
+
+
+def take(loader, count):
+    batches, states = [], [loader.state]
+    for _ in range(count):
+        batches.append(next(loader))
+        states.append(loader.state)
+    loader.close()
+    return batches, states
+
+
+def test_stream_has_the_documents_and_the_split_of_the_copies(tmp_path):
+    texts = [*texts_of(90), "", None]
+    path = write(tmp_path / "corpus", texts)
+    for split in ("train", "eval"):
+        keys = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.1}
+        copies, stream = (
+            all_of(opened("parquet", path, split, stream=stream, **keys))
+            for stream in (False, True)
+        )
+        assert stream == copies
+    assert all_of(opened("parquet", path, stream=True)) == [text or "" for text in texts]
+
+
+@pytest.mark.parametrize("large", [0, 300, 10_000])
+def test_block_order_has_every_document_once_in_an_epoch(large, monkeypatch):
+    monkeypatch.setattr(block_order, "OPEN", 1000)
+    monkeypatch.setattr(block_order, "LEAST_OPEN", 4)
+    for sizes in ([1], [30, 1, 70, 200, 9], [60] * 7):
+        for rows in (1, 5, 64):
+            order = BlockOrder(Blocks(np.array(sizes), large), 3, rows)
+            epochs = [[order(e, i) for i in range(sum(sizes))] for e in range(2)]
+            assert all(sorted(epoch) == [*range(sum(sizes))] for epoch in epochs)
+            assert epochs[0] != epochs[1] or len(sizes) == 1
+
+
+def test_loader_of_a_stream_resumes_from_every_state_with_other_processes_and_workers(tmp_path):
+    config = config_of(write(tmp_path / "corpus", texts_of(330)), sequence_length=64)
+    batches, states = take(make_loader(config, "train", range(6)), 24)
+    assert states[-1][:, 0].min() >= 1, "the test should cross an epoch"
+    for step in range(22):
+        rows = [range(6), range(3, 6), range(0, 6, 2), [5]][step % 4]
+        resumed, later = take(make_loader(config, "train", rows, states[step][rows]), 2)
+        whole = [{name: x[rows] for name, x in batch.items()} for batch in batches[step:]]
+        np.testing.assert_equal(resumed, whole[:2])
+        np.testing.assert_equal(later, [state[rows] for state in states[step : step + 3]])
+    config = replace(config, **{"data.num_workers": 2, "data.prefetch": 2})
+    resumed, _ = take(make_loader(config, "train", range(6), states[5]), 3)
+    np.testing.assert_equal(resumed, batches[5:8])
+
+
+@pytest.mark.parametrize(("batch", "is_shared"), [(8, False), (16, True)])
+def test_an_epoch_reads_each_row_group_about_once(batch, is_shared, tmp_path, monkeypatch, reads):
+    monkeypatch.setattr(block_order, "LEAST_OPEN", 8)
+    monkeypatch.setattr(row_groups, "HELD", 20_000)  # of about 110,000 bytes
+    if is_shared:
+        monkeypatch.setattr(block_order, "OPEN", 2500)  # four row groups
+    path = write(tmp_path / "corpus", texts_of(6000), files=4)
+    config = config_of(path, batch, sequence_length=128, prefetch=1)
+    loader = make_loader(config, "train", range(batch))
+    while loader.state[:, 0].min() < 1:
+        next(loader)
+        done = reads.total()
+    epochs = (loader.state[:, 0] + loader.state[:, 1] / 6000).mean()
+    loader.close()
+    assert len(reads) == 120
+    assert done < (2 * epochs * 120 if is_shared else epochs * 120 + 3 * 8)
+
+
+def test_a_process_holds_few_row_groups(tmp_path, monkeypatch, reads):
+    monkeypatch.setattr(row_groups, "HELD", 20 * 16 * 104)
+    path = write(tmp_path / "corpus", [f"{i:0100}" for i in range(400)], rows=16)
+    documents = opened("parquet", path, stream=True)
+    held = row_groups._HELD._held
+    for index in [*range(400), *np.random.default_rng(0).integers(400, size=300)]:
+        documents[index]
+        assert sum(size for size, _ in held.values()) <= row_groups.HELD
+    assert len(held) > 15
+
+
+def test_mixture_of_a_stream_and_another_source_resumes(tmp_path):
+    path = write(tmp_path / "corpus", texts_of(300), rows=80)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{c * 9}"}}\n' for c in "abcdefg"))
+    mixture = [
+        {"source": "parquet", "path": str(path), "weight": 0.5},
+        {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "weight": 0.5},
+    ]
+    config = config_of("", mixture=mixture, eval_fraction=0.2, sequence_length=64)
+    batches, states = take(make_loader(config, "train", range(6)), 12)
+    for step in range(10):
+        resumed, _ = take(make_loader(config, "train", range(2, 6), states[step][2:]), 2)
+        whole = [{name: x[2:] for name, x in batch.items()} for batch in batches[step:]]
+        np.testing.assert_equal(resumed, whole[:2])
+
+
+def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, monkeypatch, capsys):
+    s3.create_bucket(Bucket="stream")
+    texts = ["é" * i * 100 for i in range(60)]
+    for file in write(tmp_path / "corpus", texts).iterdir():
+        s3.upload_file(str(file), "stream", f"sample/{file.name}")
+    keys = {"stream": True, "cache_dir": str(tmp_path / "cache")}
+    documents = opened("parquet", "s3://stream/sample", **keys)
+    assert all_of(documents) == texts
+    assert {file.parent.name for file in (tmp_path / "cache").rglob("*.*")} == {"footers"}
+
+    fetched, failures = [], 2
+    fetch_range = (
+        object_store._store_of("s3")
+        .open("stream/sample/shard_00000.parquet")
+        .__class__._fetch_range
+    )
+
+    def fetch(self, start, end):
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OSError("503 Slow Down")
+        fetched.append(end - start)
+        return fetch_range(self, start, end)
+
+    monkeypatch.setattr("s3fs.core.S3File._fetch_range", fetch)
+    monkeypatch.setattr(object_store, "WAITS", (0, 0))
+    row_groups._HELD = row_groups._RowGroups()
+    assert opened("parquet", "s3://stream/sample", **keys)[59] == texts[59]
+    assert len(fetched) == 1
+    assert "shard_00002.parquet cannot be read, next attempt in 0 s: 503" in capsys.readouterr().err
+    failures = 3
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: s3://stream/\S+ cannot be read .* 503"
+    ) as e:
+        documents[0]
+    assert type(e.value) is ConfigError  # no BadDocument: another start may read it
+    assert documents[0] == texts[0]
+
+
+CARD = """---
+configs:
+- config_name: sample-10BT
+  data_files: [{split: train, path: sample/10BT/*}]
+- config_name: lines
+  data_files: [{split: train, path: lines.jsonl}]
+---
+"""
+
+
+# The libraries read the hub's address when they are imported.
+OF_HUB = """
+import sys
+from helpers.documents import all_of, opened
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.fingerprint import SourceFiles
+
+keys = {"source": "datasets", "stream": True, "cache_dir": sys.argv[1]}
+for part in sys.argv[2:]:
+    try:
+        print(*all_of(opened(path=part, **keys)), sep="|")
+        (file,) = SourceFiles(DataConfig(path=part, **keys)).fingerprint.files
+        print(file.name, file.digest)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_stream_from_the_hub_reads_ranges_of_one_configuration(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra `datasets`")
+    path = write(tmp_path / "sample", texts_of(120), rows=20)
+    files = {f"sample/10BT/{file.name}": file.read_bytes() for file in sorted(path.iterdir())}
+    files |= {"README.md": CARD.encode(), "lines.jsonl": b"{}\n"}
+    name, ranges = "hf:org/name:sample-10BT", []
+    with hub_of(files, ranges) as address:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+        words = [str(tmp_path / "cache"), name, f"{name}:test", "hf:org/name:lines"]
+        command = [sys.executable, "-c", OF_HUB, *words]
+        lines = subprocess.check_output(command, env=environment, text=True).splitlines()
+    assert lines[0].split("|") == texts_of(120)
+    assert lines[1].startswith(f"{name}:train {COMMIT} ")
+    assert lines[2].endswith("has the splits train; data.stream reads *.parquet of a whole split")
+    assert "lines.jsonl; data.stream reads *.parquet" in lines[3]
+    assert sorted(ranges[:3]) == sorted(files)[-3:]
+    assert len(ranges) == 3 + 6  # footers and row groups
+
+
+def test_changed_files_of_a_stream_are_refused_and_key_belongs_to_the_run(tmp_path):
+    path = write(tmp_path / "corpus", texts_of(90))
+    data = config_of(path).data
+    before = SourceFiles(data).fingerprint
+    assert SourceFiles(data).change_since(before) is None
+    write(path, texts_of(90, seed=1))
+    change = SourceFiles(data).change_since(before)
+    assert change is not None
+    assert change[0] == CHANGED
+    assert group_of("data.stream") == "data"
+    with pytest.raises(ConfigError, match=r"^data\.path: no file at .*none'; .* holds \*\.parquet"):
+        opened("parquet", tmp_path / "none", stream=True)
+
+
+def test_training_of_nanochats_and_finewebs_layout_resumes_to_the_bit(tmp_path, capsys):
+    texts = [text * 20 for text in texts_of(200)]
+    path = write(tmp_path / "fineweb" / "sample" / "10BT", texts).parents[1]
+    words = ["data.stream=true", "data.source=parquet", f"data.path={path}", "eval.every=2"]
+    words += [f"data.cache_dir={tmp_path}/cache", "checkpoint.every=2", "steps=4", *ONE_LAYER]
+    assert train_here(tmp_path / "whole", *words) == 0
+    for stop in ("stop_after=2", "stop_after=4"):
+        assert train_here(tmp_path / "cut", *words, stop) == 0
+    whole, cut = (losses(tmp_path / name / "base") for name in ("whole", "cut"))
+    assert len(whole) == 4
+    assert cut == whole
+    assert not (tmp_path / "cache").exists()
+    capsys.readouterr()
+    assert check(load("configs/base.yml", words).config) == SOUND
+    assert "train: 1" in capsys.readouterr().out
