@@ -14,12 +14,10 @@ from helpers.training_process import ONE_LAYER, train_here
 
 from maxpipe.config import Config, load, replace
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.identity import group_of
 from maxpipe.data import block_order
 from maxpipe.data.block_order import BlockOrder
 from maxpipe.data.check import SOUND, check
 from maxpipe.data.documents import Blocks
-from maxpipe.data.fingerprint import CHANGED, SourceFiles
 from maxpipe.data.loader import make_loader
 from maxpipe.storage import object_store, row_groups
 
@@ -59,7 +57,7 @@ def reads(monkeypatch):
 
 def config_of(path, batch=6, **data):
     values = {"source": "parquet", "path": str(path), "stream": True, "eval_fraction": 0.0}
-    values |= {"global_batch_size": batch, "sequence_length": 16, **data}
+    values |= {"global_batch_size": batch, "sequence_length": 64, **data}
     return replace(Config(), **{f"data.{key}": value for key, value in values.items()})
 
 
@@ -73,16 +71,11 @@ def take(loader, count):
 
 
 def test_stream_has_the_documents_and_the_split_of_the_copies(tmp_path):
-    texts = [*texts_of(90), "", None]
-    path = write(tmp_path / "corpus", texts)
+    path = write(tmp_path / "corpus", [*texts_of(90), "", None])
+    keys = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.1}
     for split in ("train", "eval"):
-        keys = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.1}
-        copies, stream = (
-            all_of(opened("parquet", path, split, stream=stream, **keys))
-            for stream in (False, True)
-        )
-        assert stream == copies
-    assert all_of(opened("parquet", path, stream=True)) == [text or "" for text in texts]
+        copies, stream = (opened("parquet", path, split, stream=s, **keys) for s in (False, True))
+        assert all_of(stream) == all_of(copies)
 
 
 @pytest.mark.parametrize("large", [0, 300, 10_000])
@@ -97,8 +90,15 @@ def test_block_order_has_every_document_once_in_an_epoch(large, monkeypatch):
             assert epochs[0] != epochs[1] or len(sizes) == 1
 
 
-def test_loader_of_a_stream_resumes_from_every_state_with_other_processes_and_workers(tmp_path):
-    config = config_of(write(tmp_path / "corpus", texts_of(330)), sequence_length=64)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_loader_of_a_stream_resumes_from_every_state_in_other_processes(is_mixed, tmp_path):
+    path = write(tmp_path / "corpus", texts_of(330))
+    config = config_of(path, eval_fraction=0.1)
+    if is_mixed:
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{c * 9}"}}\n' for c in "abcdefg"))
+        files = {"parquet": str(path), "jsonl": f"{tmp_path}/a.jsonl"}
+        mixture = [{"source": name, "path": file, "weight": 1} for name, file in files.items()]
+        config = config_of("", mixture=mixture, eval_fraction=0.2)
     batches, states = take(make_loader(config, "train", range(6)), 24)
     assert states[-1][:, 0].min() >= 1, "the test should cross an epoch"
     for step in range(22):
@@ -108,12 +108,15 @@ def test_loader_of_a_stream_resumes_from_every_state_with_other_processes_and_wo
         np.testing.assert_equal(resumed, whole[:2])
         np.testing.assert_equal(later, [state[rows] for state in states[step : step + 3]])
     config = replace(config, **{"data.num_workers": 2, "data.prefetch": 2})
-    resumed, _ = take(make_loader(config, "train", range(6), states[5]), 3)
-    np.testing.assert_equal(resumed, batches[5:8])
+    np.testing.assert_equal(
+        take(make_loader(config, "train", range(6), states[5]), 3)[0], batches[5:8]
+    )
 
 
 @pytest.mark.parametrize(("batch", "is_shared"), [(8, False), (16, True)])
-def test_an_epoch_reads_each_row_group_about_once(batch, is_shared, tmp_path, monkeypatch, reads):
+def test_an_epoch_reads_row_groups_about_once_and_holds_few(
+    batch, is_shared, tmp_path, monkeypatch, reads
+):
     monkeypatch.setattr(block_order, "LEAST_OPEN", 8)
     monkeypatch.setattr(row_groups, "HELD", 20_000)  # of about 110,000 bytes
     if is_shared:
@@ -127,33 +130,8 @@ def test_an_epoch_reads_each_row_group_about_once(batch, is_shared, tmp_path, mo
     epochs = (loader.state[:, 0] + loader.state[:, 1] / 6000).mean()
     loader.close()
     assert len(reads) == 120
+    assert sum(size for size, _ in row_groups._HELD._held.values()) <= row_groups.HELD
     assert done < (2 * epochs * 120 if is_shared else epochs * 120 + 3 * 8)
-
-
-def test_a_process_holds_few_row_groups(tmp_path, monkeypatch, reads):
-    monkeypatch.setattr(row_groups, "HELD", 20 * 16 * 104)
-    path = write(tmp_path / "corpus", [f"{i:0100}" for i in range(400)], rows=16)
-    documents = opened("parquet", path, stream=True)
-    held = row_groups._HELD._held
-    for index in [*range(400), *np.random.default_rng(0).integers(400, size=300)]:
-        documents[index]
-        assert sum(size for size, _ in held.values()) <= row_groups.HELD
-    assert len(held) > 15
-
-
-def test_mixture_of_a_stream_and_another_source_resumes(tmp_path):
-    path = write(tmp_path / "corpus", texts_of(300), rows=80)
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{c * 9}"}}\n' for c in "abcdefg"))
-    mixture = [
-        {"source": "parquet", "path": str(path), "weight": 0.5},
-        {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "weight": 0.5},
-    ]
-    config = config_of("", mixture=mixture, eval_fraction=0.2, sequence_length=64)
-    batches, states = take(make_loader(config, "train", range(6)), 12)
-    for step in range(10):
-        resumed, _ = take(make_loader(config, "train", range(2, 6), states[step][2:]), 2)
-        whole = [{name: x[2:] for name, x in batch.items()} for batch in batches[step:]]
-        np.testing.assert_equal(resumed, whole[:2])
 
 
 def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, monkeypatch, capsys):
@@ -166,33 +144,26 @@ def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, mo
     assert all_of(documents) == texts
     assert {file.parent.name for file in (tmp_path / "cache").rglob("*.*")} == {"footers"}
 
-    fetched, failures = [], 2
-    fetch_range = (
-        object_store._store_of("s3")
-        .open("stream/sample/shard_00000.parquet")
-        .__class__._fetch_range
-    )
+    from s3fs.core import S3File
 
-    def fetch(self, start, end):
-        nonlocal failures
+    fetched, failures, fetch_range = [], [1, 2], S3File._fetch_range
+
+    def fetch(*words):
         if failures:
-            failures -= 1
-            raise OSError("503 Slow Down")
-        fetched.append(end - start)
-        return fetch_range(self, start, end)
+            raise OSError(f"503 Slow Down {failures.pop()}")
+        fetched.append(words)
+        return fetch_range(*words)
 
-    monkeypatch.setattr("s3fs.core.S3File._fetch_range", fetch)
+    monkeypatch.setattr(S3File, "_fetch_range", fetch)
     monkeypatch.setattr(object_store, "WAITS", (0, 0))
     row_groups._HELD = row_groups._RowGroups()
     assert opened("parquet", "s3://stream/sample", **keys)[59] == texts[59]
     assert len(fetched) == 1
     assert "shard_00002.parquet cannot be read, next attempt in 0 s: 503" in capsys.readouterr().err
-    failures = 3
-    with pytest.raises(
-        ConfigError, match=r"^data\.path: s3://stream/\S+ cannot be read .* 503"
-    ) as e:
+    failures += [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"^data\.path: s3://stream/\S+ .* 503 Slow") as caught:
         documents[0]
-    assert type(e.value) is ConfigError  # no BadDocument: another start may read it
+    assert type(caught.value) is ConfigError  # no BadDocument: another start may read it
     assert documents[0] == texts[0]
 
 
@@ -211,15 +182,12 @@ OF_HUB = """
 import sys
 from helpers.documents import all_of, opened
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.sections import DataConfig
-from maxpipe.data.fingerprint import SourceFiles
+from maxpipe.data.fingerprint import DataConfig, SourceFiles
 
-keys = {"source": "datasets", "stream": True, "cache_dir": sys.argv[1]}
 for part in sys.argv[2:]:
+    keys = {"source": "datasets", "path": part, "stream": True, "cache_dir": sys.argv[1]}
     try:
-        print(*all_of(opened(path=part, **keys)), sep="|")
-        (file,) = SourceFiles(DataConfig(path=part, **keys)).fingerprint.files
-        print(file.name, file.digest)
+        print(*all_of(opened(**keys)), SourceFiles(DataConfig(**keys)).fingerprint.last, sep="|")
     except ConfigError as error:
         print(error)
 """
@@ -237,26 +205,12 @@ def test_stream_from_the_hub_reads_ranges_of_one_configuration(tmp_path):
         words = [str(tmp_path / "cache"), name, f"{name}:test", "hf:org/name:lines"]
         command = [sys.executable, "-c", OF_HUB, *words]
         lines = subprocess.check_output(command, env=environment, text=True).splitlines()
-    assert lines[0].split("|") == texts_of(120)
-    assert lines[1].startswith(f"{name}:train {COMMIT} ")
-    assert lines[2].endswith("has the splits train; data.stream reads *.parquet of a whole split")
-    assert "lines.jsonl; data.stream reads *.parquet" in lines[3]
+    assert lines[0].split("|")[:-1] == texts_of(120)
+    assert f"name='{name}:train', size=0, digest='{COMMIT} " in lines[0]
+    assert lines[1].endswith("has the splits train; data.stream reads *.parquet of a whole split")
+    assert "lines.jsonl; data.stream reads *.parquet" in lines[2]
     assert sorted(ranges[:3]) == sorted(files)[-3:]
     assert len(ranges) == 3 + 6  # footers and row groups
-
-
-def test_changed_files_of_a_stream_are_refused_and_key_belongs_to_the_run(tmp_path):
-    path = write(tmp_path / "corpus", texts_of(90))
-    data = config_of(path).data
-    before = SourceFiles(data).fingerprint
-    assert SourceFiles(data).change_since(before) is None
-    write(path, texts_of(90, seed=1))
-    change = SourceFiles(data).change_since(before)
-    assert change is not None
-    assert change[0] == CHANGED
-    assert group_of("data.stream") == "data"
-    with pytest.raises(ConfigError, match=r"^data\.path: no file at .*none'; .* holds \*\.parquet"):
-        opened("parquet", tmp_path / "none", stream=True)
 
 
 def test_training_of_nanochats_and_finewebs_layout_resumes_to_the_bit(tmp_path, capsys):
@@ -273,4 +227,7 @@ def test_training_of_nanochats_and_finewebs_layout_resumes_to_the_bit(tmp_path, 
     assert not (tmp_path / "cache").exists()
     capsys.readouterr()
     assert check(load("configs/base.yml", words).config) == SOUND
-    assert "train: 1" in capsys.readouterr().out
+    assert "train: 19" in capsys.readouterr().out
+    write(path / "sample" / "10BT", texts[::-1])
+    assert train_here(tmp_path / "cut", *words, "steps=6") == 2
+    assert "data.path: is not what the checkpoints" in capsys.readouterr().err
