@@ -85,7 +85,7 @@ def place(tmp_path_factory):
     write_indexed(directory / "data" / "web_text_document", [[[*range(2, 60)]]] * 100)
     for folder in ("base_data", "fineweb/sample/10BT"):
         (directory / "data" / folder).mkdir(parents=True)
-        texts = pyarrow.table({"text": text.split("\n")})
+        texts = pyarrow.table({"text": text.split("\n\n")})
         pyarrow.parquet.write_table(texts, directory / "data" / folder / "0.parquet")
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
