@@ -194,32 +194,30 @@ class Profiler:
         self._steps_on_request, self._take_request = steps_on_request, take_request
         self._is_required = is_required
         self._print_line = print_line
-        self._is_tracing = False
-        self._last = 0  # step of the trace
+        self._last = 0  # step of the trace that is being made; 0 = none
 
     def before(self, step: int) -> None:
         is_asked = self._take_request()
-        if self._is_tracing or not (is_asked or step in self._window):
+        if self._last or not (is_asked or step in self._window):
             return
         import jax
 
         with self._reported():
             jax.profiler.start_trace(str(self._directory))
-            self._is_tracing = True
             self._last = step + self._steps_on_request - 1 if is_asked else self._window[-1]
 
     def ends_with(self, step: int) -> bool:
-        return self._is_tracing and step >= self._last
+        return 0 < self._last <= step
 
     def after(self, step: int) -> None:
         if self.ends_with(step):
             self.close()
 
     def close(self) -> None:
-        if self._is_tracing:
+        if self._last:
             import jax
 
-            self._is_tracing = False
+            self._last = 0
             with self._reported():
                 jax.profiler.stop_trace()
                 self._print_line(
