@@ -240,8 +240,8 @@ class Interruption:
         self._ask(number)
 
     def _ask_for_trace(self) -> None:
-        self._wants_trace = True
         _print("SIGUSR2: the next steps are traced, into profile/ of the run's directory")
+        self._wants_trace = True
 
     def _ends_now(self, number: int) -> bool:
         return not self._begun or number == self._signal == signal.SIGINT
