@@ -106,7 +106,7 @@ def test_train_sigterm_to_one_process_stops_all_and_one_process_goes_on_with_the
         started[1].wait_for("(most recent call first):")
         started[1].send(signal.SIGUSR2)
         until = time.monotonic() + DEADLINE_SECONDS
-        while not list(tmp_path.rglob("*.xplane.pb")):
+        while not list((tmp_path / "base" / "profile").rglob("*.xplane.pb")):
             assert time.monotonic() < until
             time.sleep(0.1)
         assert "SIGUSR2" not in started[0].output
