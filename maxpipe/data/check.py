@@ -17,7 +17,6 @@ from maxpipe.config.load import Loaded, derive_known, replace
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import (
     BadDocument,
-    Concatenation,
     Documents,
     EncodedDocuments,
     MarkedText,
@@ -35,12 +34,14 @@ def check(config: Config) -> int:
     """Read all documents of both splits, print what is wrong with them, and return `FOUND` if one
     would end a run of this configuration. Raises ConfigError if files are missing or unusable.
     """
+    from maxpipe.data.rows import open_mixture
+
     open_tokenizer(config)
     check_base_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:
-        documents = Concatenation(open_sources(config.data, split))
+        documents, _ = open_mixture(config.data, split, config.seed, rows=1)
         encoder = encoder_of(config, documents, skips_bad=False)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
         found, problems = _scan(documents, encoder, split, row)

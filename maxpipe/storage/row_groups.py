@@ -112,7 +112,7 @@ def footer(file: RemoteFile, cache_dir: str) -> "FileMetaData":
     metadata.write_metadata_file(copy := io.BytesIO())
     with suppress(OSError):  # the next start reads it again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, [copy.getvalue()], durable=False)
+        write_atomically(path, [copy.getvalue()])
     return metadata
 
 

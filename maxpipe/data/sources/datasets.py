@@ -182,11 +182,10 @@ def _stored(part: str, cache_dir: str) -> list[RemoteFile]:
     """Return the parquet files of an entry of `data.path` where they lie."""
     if not part.startswith(SCHEME):
         return stored_files(part, SUFFIXES)
-    (name, revision, configuration, split), cache = hub_name(part), _library_cache(cache_dir)
+    (name, revision, configuration, split), place = hub_name(part), _library_cache(cache_dir)
     with _reading(part):
-        builder = _library().load_dataset_builder(
-            name, configuration, revision=revision, cache_dir=cache
-        )
+        load_builder = _library().load_dataset_builder
+        builder = load_builder(name, configuration, revision=revision, cache_dir=place)
     files = builder.config.data_files or {}
     urls = [str(url) for url in files.get(split, [])]
     others = [url for url in urls if not url.lower().endswith(SUFFIXES)]
