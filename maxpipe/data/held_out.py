@@ -14,13 +14,20 @@ Shapes: B rows of a batch, R rows of this process, T tokens of a row.
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import Encoded, EncodedDocuments, is_mixed, open_sources
-from maxpipe.data.loader import SKIPPED_NAMED, encoder_of, open_tokenizer, source_names
+from maxpipe.data.loader import (
+    SKIPPED_NAMED,
+    STREAM_THREADS,
+    encoder_of,
+    open_tokenizer,
+    source_names,
+)
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row, order_of
 
 COUNTED = 1 << 20  # tokens
@@ -31,7 +38,7 @@ Chunk = tuple[int, int, int]
 class Text:
     """The held-out text of one source, in memory, or a sample of its documents.
 
-    No further document is read after `enough` tokens. `row` is T, and with `packing` a chunk
+    After `enough` tokens no more documents are read. `row` is T, and with `packing` a chunk
     continues with the next document.
 
     Attributes:
@@ -45,10 +52,13 @@ class Text:
         order = order_of(encoder.documents, 0, shuffle=True)
         read: dict[int, Encoded] = {}
         self.tokens = 0
-        while len(read) < len(encoder) and self.tokens < enough:
-            index = order(0, len(read))
-            read[index] = encoder[index]
-            self.tokens += max(len(read[index].ids) - 1, 0)
+        threads = STREAM_THREADS if getattr(encoder.documents, "blocks", None) else 1
+        with ThreadPoolExecutor(threads) as pool:
+            while len(read) < len(encoder) and self.tokens < enough:
+                places = range(len(read), min(len(read) + threads, len(encoder)))
+                indices = [order(0, place) for place in places]
+                read.update(zip(indices, pool.map(encoder.__getitem__, indices), strict=True))
+                self.tokens += sum(max(len(read[index].ids) - 1, 0) for index in indices)
         self.documents = [read[index] for index in sorted(read)]
         self._pairs = np.array([max(len(ids) - 1, 0) for ids, _ in self.documents], np.int64)
         ends = np.cumsum(self._pairs if packing else -(-self._pairs // row) * row)
