@@ -18,7 +18,7 @@ import numpy as np
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation
-from maxpipe.data.files import files_of, path_error
+from maxpipe.data.files import files_of, path_error, require_content
 from maxpipe.data.sources.tokens import map_tokens
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -32,6 +32,9 @@ class IndexedFile:
     def __init__(self, path: str):
         self._path = path
         self._index = os.path.splitext(path)[0] + SOURCES["megatron"].companion
+        if not os.path.isfile(self._index):
+            raise path_error(f"there is no {self._index}, which Megatron-LM writes with {path}")
+        require_content([self._index])
         dtype, lengths, positions, _ = map_index(self._index)
         ends = positions[-1:] + lengths[-1:] * np.int64(np.dtype(dtype).itemsize)
         if os.path.getsize(path) < ends.sum():
@@ -53,12 +56,10 @@ class IndexedFile:
 
 
 def map_index(path: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the dtype of ids and the three arrays of an .idx file; raises ConfigError if there is
-    none, or it is damaged.
+    """Return the dtype of ids and the three arrays of an .idx file, mapped; raises ConfigError if
+    it is another file, or damaged.
     """
-    if not os.path.isfile(path):
-        raise path_error(f"there is no {path}, which Megatron-LM writes with the .bin file")
-    content = map_tokens(path, "|u1")
+    content = np.asarray(map_tokens(path, "|u1"))
     header = content[: _HEADER.size].tobytes().ljust(_HEADER.size)
     magic, version, code, sequences, documents = _HEADER.unpack(header)
     starts = [*accumulate((_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents))]
@@ -75,5 +76,5 @@ def megatron(config: DataConfig) -> Concatenation:
     if re.match(r"[\d.]+\s", config.path):
         pairs = re.findall(r"([\d.]+)\s+(\S+)", config.path)
         entries = ", ".join(f"{{source: megatron, path: {p}, weight: {w}}}" for w, p in pairs)
-        raise path_error(f'a blend is data.mixture_by=tokens data.mixture="[{entries}]"')
+        raise path_error(f'give a blend as data.mixture_by=tokens data.mixture="[{entries}]"')
     return Concatenation([IndexedFile(path) for path in files_of(config, "megatron")])

@@ -31,10 +31,9 @@ def test_files_are_named_by_prefix_ending_directory_or_glob_and_mapped(tmp_path)
     write_indexed(a, DOCUMENTS)
     write_indexed(b, [[[11]]] * 2_000)
     both = [*FLAT, *[[11]] * 2_000]
-    for path in (a, f"{a}.bin", f"{a}.idx"):
-        assert read(path) == FLAT
-    for path in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/*_document", f"{b}, {a}.idx"):
-        assert read(path) == both
+    assert all(read(path) == FLAT for path in (a, f"{a}.bin", f"{a}.idx"))
+    of_both = (tmp_path, f"{tmp_path}/*", f"{tmp_path}/*_document", f"{b}, {a}.idx")
+    assert all(read(path) == both for path in of_both)
     assert len(pickle.dumps(opened("megatron", tmp_path))) < 1000
     assert opened("megatron", tmp_path).lengths().tolist() == [len(ids) for ids in both]
 
@@ -54,11 +53,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         wrong = r"\.idx is not Megatron-LM's index of token ids, or is cut short"
         short = r"\.bin is cut short: \S+\.idx speaks of 20 bytes"
         refused(rf"\S+{number}{short if content is index else wrong}", tmp_path / f"{number}")
+    (tmp_path / "a.idx").write_bytes(b"")
+    refused(r"\S+a\.idx is empty", tmp_path / "a")
     (tmp_path / "a.idx").unlink()
     refused(r"there is no \S+a\.idx", tmp_path / "a")
     refused("token files must be on this machine", "s3://bucket/a")
     blend = r'data.mixture_by=tokens data.mixture="\[{source: megatron, path: a, weight: 0\.3}, {'
-    refused(f"a blend is {blend}", "0.3 a 7 b")
+    refused(f"give a blend as {blend}", "0.3 a 7 b")
 
 
 @pytest.fixture
