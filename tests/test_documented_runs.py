@@ -83,9 +83,8 @@ def place(tmp_path_factory):
     )
     write_indexed(directory / "data" / "web_text_document", [[[*range(2, 60)]]] * 100)
     for folder in ("base_data", "fineweb/sample/10BT"):
-        (directory / "data" / folder).mkdir(parents=True)
-        texts = parquet.pa.table({"text": text.split("\n\n")})
-        parquet.write_table(texts, directory / "data" / folder / "0.parquet")
+        (shards := directory / "data" / folder).mkdir(parents=True)
+        parquet.write_table(parquet.pa.table({"text": text.split("\n\n")}), shards / "0.parquet")
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
     (plan,) = (c for c in COMMANDS if "--write best.yml" in c and "llama3-8b" in c)

@@ -1,5 +1,6 @@
 """Parquet files that are read as training comes to them, a row group at a time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -33,8 +34,8 @@ def write(directory, texts, rows=50, files=3):
     return directory
 
 
-def texts_of(count, seed=0):
-    lengths = np.random.default_rng(seed).lognormal(1.5, 1.2, count).astype(int)
+def texts_of(count):
+    lengths = np.random.default_rng(0).lognormal(1.5, 1.2, count).astype(int)
     return [f"{i:x}:" + "x" * int(length) for i, length in enumerate(lengths)]
 
 
@@ -45,12 +46,9 @@ def config_of(path, batch=6, **data):
 
 
 def take(loader, count):
-    batches, states = [], [loader.state]
-    for _ in range(count):
-        batches.append(next(loader))
-        states.append(loader.state)
+    steps = [(next(loader), loader.state) for _ in range(count)]
     loader.close()
-    return batches, states
+    return [batch for batch, _ in steps], [state for _, state in steps]
 
 
 def test_stream_has_the_documents_and_the_split_of_the_copies(tmp_path):
@@ -84,22 +82,19 @@ def test_loader_of_a_stream_resumes_from_every_state_in_other_processes(is_mixed
         config = config_of("", mixture=mixture, eval_fraction=0.2)
     batches, states = take(make_loader(config, "train", range(6)), 24)
     assert states[-1][:, 0].min() >= 1, "the test should cross an epoch"
-    for step in range(22):
+    for step in range(1, 23):
         rows = [range(6), range(3, 6), range(0, 6, 2), [5]][step % 4]
-        resumed, later = take(make_loader(config, "train", rows, states[step][rows]), 2)
+        resumed, later = take(make_loader(config, "train", rows, states[step - 1][rows]), 2)
         whole = [{name: x[rows] for name, x in batch.items()} for batch in batches[step:]]
         np.testing.assert_equal(resumed, whole[:2])
-        np.testing.assert_equal(later, [state[rows] for state in states[step : step + 3]])
+        np.testing.assert_equal(later, [state[rows] for state in states[step : step + 2]])
     config = replace(config, **{"data.num_workers": 2, "data.prefetch": 2})
-    np.testing.assert_equal(
-        take(make_loader(config, "train", range(6), states[5]), 3)[0], batches[5:8]
-    )
+    resumed, _ = take(make_loader(config, "train", range(6), states[5]), 3)
+    np.testing.assert_equal(resumed, batches[6:9])
 
 
 @pytest.mark.parametrize(("batch", "is_shared"), [(8, False), (16, True)])
-def test_an_epoch_reads_row_groups_about_once_and_holds_few(
-    batch, is_shared, tmp_path, monkeypatch
-):
+def test_an_epoch_reads_row_groups_once_and_holds_few(batch, is_shared, tmp_path, monkeypatch):
     monkeypatch.setattr(block_order, "LEAST_OPEN", 8)
     monkeypatch.setattr(row_groups, "HELD", 20_000)  # of about 110,000 bytes
     monkeypatch.setattr(row_groups, "_HELD", row_groups._RowGroups())
@@ -127,8 +122,6 @@ def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, mo
     keys = {"stream": True, "cache_dir": str(tmp_path / "cache")}
     documents = opened("parquet", "s3://stream/sample", **keys)
     assert all_of(documents) == texts
-    assert {file.parent.name for file in (tmp_path / "cache").rglob("*.*")} == {"footers"}
-
     from s3fs.core import S3File
 
     fetched, failures, fetch_range = [], [1, 2], S3File._fetch_range
@@ -152,12 +145,8 @@ def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, mo
     assert documents[0] == texts[0]
 
 
-CARD = """---
-configs:
-- {config_name: sample-10BT, data_files: [{split: train, path: shard_*}]}
-- {config_name: lines, data_files: [{split: train, path: lines.jsonl}]}
----
-"""
+FILES = {"sample-10BT": [{"split": "train", "path": "shard_*"}], "lines": "lines.jsonl"}
+CARD = [{"config_name": name, "data_files": files} for name, files in FILES.items()]
 # The libraries read the hub's address when they are imported.
 OF_HUB = """
 import sys
@@ -178,7 +167,10 @@ def test_stream_from_the_hub_reads_ranges_of_one_configuration(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra `datasets`")
     path = write(tmp_path / "sample", texts_of(120), rows=20)
     files = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-    files |= {"README.md": CARD.encode(), "lines.jsonl": b"{}\n"}
+    files |= {
+        "README.md": f"---\nconfigs: {json.dumps(CARD)}\n---\n".encode(),
+        "lines.jsonl": b"{}\n",
+    }
     name, ranges = "hf:org/name:sample-10BT", []
     with hub_of(files, ranges) as address:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -203,10 +195,8 @@ def test_training_of_nanochats_and_finewebs_layout_resumes_to_the_bit(tmp_path, 
     for stop in ("stop_after=2", "stop_after=4"):
         assert train_here(tmp_path / "cut", *words, stop) == 0
     whole, cut = (losses(tmp_path / name / "base") for name in ("whole", "cut"))
-    assert cut == whole
-    assert len(cut) == 4
+    assert cut == whole != {}
     assert not (tmp_path / "cache").exists()
-    capsys.readouterr()
     assert check(load("configs/base.yml", words).config) == SOUND
     assert "train: 19" in capsys.readouterr().out
     write(path / "sample" / "10BT", texts[::-1])
