@@ -64,7 +64,9 @@ def small_words(command):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Return a directory with the repository's files and those that the commands read."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `data`")
+    pytest.importorskip("pyarrow.parquet", reason="needs the extra `data`")
+    import pyarrow
+
     directory = tmp_path_factory.mktemp("runs")
     lay_out(directory)
     text = (directory / "README.md").read_text(encoding="utf-8")
@@ -84,7 +86,8 @@ def place(tmp_path_factory):
     write_indexed(directory / "data" / "web_text_document", [[[*range(2, 60)]]] * 100)
     for folder in ("base_data", "fineweb/sample/10BT"):
         (shards := directory / "data" / folder).mkdir(parents=True)
-        parquet.write_table(parquet.pa.table({"text": text.split("\n\n")}), shards / "0.parquet")
+        texts = pyarrow.table({"text": text.split("\n\n")})
+        pyarrow.parquet.write_table(texts, shards / "0.parquet")
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
     (plan,) = (c for c in COMMANDS if "--write best.yml" in c and "llama3-8b" in c)
