@@ -75,7 +75,7 @@ class Checkpointer:
         self._retention = Retention(settings, functools.partial(self.record, is_saved=True))
         # With a mirror a step is safe when it has been copied, otherwise when it is committed.
         on_written = (lambda: None) if mirror else self._timer.finished
-        self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
+        self._writer = OrbaxWriter(self._directory, self._retention, on_written)
         self._sync: MirrorSync | None = None
         if mirror is not None:
             parts = (self._directory, mirror, self._retention)

@@ -1,10 +1,17 @@
-"""Write steps in the background, each as one atomic commit, with Orbax."""
+"""Write steps in the background, each as one atomic commit, with Orbax's V1 API.
+
+Orbax's manager of steps is not used: it asks JAX's preemption service about the step being saved,
+also while it commits, when the training loop asks about later steps. The service takes the step of
+the latest question as the process's current one, so the processes would agree on a past step.
+"""
 
 import functools
+import json
 import logging
+import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,124 +20,98 @@ from maxpipe.checkpoint.arrays import Array
 from maxpipe.checkpoint.policies import Retention
 from maxpipe.checkpoint.record import FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
+from maxpipe.checkpoint.steps import UNFINISHED, StepsDirectory
 from maxpipe.devices import processes
-
-_POLL_SECONDS = 0.02
+from maxpipe.storage.object_store import in_background
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
+    from orbax.checkpoint import v1 as ocp
 
 
 class OrbaxWriter:
-    """Saves one step at a time; Orbax deletes steps that need not be kept after each commit.
+    """Saves one step at a time; after each commit process 0 deletes steps that need not be kept.
 
-    With several processes, Orbax would report an error of this process only after all others have
-    finished the save, which they cannot do without it. Here `wait` raises the error at once, and
-    does not wait for Orbax any more: the process has to tell the others and exit.
+    With several processes, `wait` raises an error of this process at once, while the others wait
+    for it: the process has to tell them and exit.
 
-    `is_pending` says whether a save was started whose outcome `wait` has not reported. The
-    background thread calls `on_written` just before it commits.
+    `is_open` says whether a save was started since the writer was made or closed. The background
+    thread calls `on_written` after the commit.
     """
 
-    def __init__(self, directory: Path, retention: Retention, on_written: Callable[[], None]):
+    def __init__(
+        self, directory: StepsDirectory, retention: Retention, on_written: Callable[[], None]
+    ):
         self._directory = directory
         self._retention = retention
         self._on_written = on_written
-        self._manager: ocp.CheckpointManager | None = None
-        self._error: Exception | None = None  # this process's error, with several processes
-        self.is_pending = False
+        self._save: Future[None] | None = None
+        self.is_open = False
 
     @property
-    def is_open(self) -> bool:
-        """Return whether a save was started since the writer was made or closed."""
-        return self._manager is not None
+    def is_pending(self) -> bool:
+        """Return whether a save was started whose outcome `wait` has not reported."""
+        return self._save is not None
 
     @property
     def is_running(self) -> bool:
         """Return whether a save is running in the background and has not failed in this process."""
-        is_saving = self._manager is not None and self._manager.is_saving_in_progress()
-        return is_saving and self._error is None
+        return self._save is not None and not self._save.done()
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
         """Copy the arrays to host memory and start saving; may raise any Orbax error."""
-        import orbax.checkpoint as ocp  # takes a second or more, which only a save should cost
+        from orbax.checkpoint import v1 as ocp  # takes a second or more, which only a save may cost
 
-        if self._manager is None:
-            self._manager = self._make_manager()
-        items = {ARRAYS: ocp.args.PyTreeSave(dict(arrays)), RECORD: ocp.args.JsonSave(record)}
-        self.is_pending = True
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:
-            self._note_error(error)
-            raise
+        leave_errors_to_the_caller()
+        if not self.is_open and processes.index() == 0:
+            for entry in self._directory.entries():
+                if entry.state == UNFINISHED:  # the remains of a killed process
+                    shutil.rmtree(self._directory.path / entry.name, ignore_errors=True)
+        self.is_open = True
+        context = ocp.Context()
+        context.array.saving.use_ocdbt = True
+        context.array.saving.use_zarr3 = False
+        items = {ARRAYS: dict(arrays), RECORD: RecordFile(record)}
+        with context:
+            response = ocp.save_checkpointables_async(self._directory.of(step), items)
+        self._save = in_background(functools.partial(self._finish, response), "save")
 
     def wait(self) -> None:
         """Wait until the last save is committed; raise its error, if any, once."""
-        if self._manager is not None and self.is_pending:
-            self._wait(self._manager)
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
 
     def close(self) -> None:
-        """Wait for the last save and stop Orbax's threads; raise its error, if any, once."""
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            self._wait(manager)
-            if self._error is None:
-                manager.close()
+        """Wait as `wait` does; raises its error, if any, once."""
+        self.is_open = False
+        self.wait()
 
-    def _wait(self, manager: "ocp.CheckpointManager") -> None:
-        was_pending, self.is_pending = self.is_pending, False
-        if processes.count() > 1:
-            while self._error is None and manager.is_saving_in_progress():
-                time.sleep(_POLL_SECONDS)
-        if self._error is None:
-            manager.wait_until_finished()
-        elif was_pending:
-            raise self._error
+    def _finish(self, response: "ocp.AsyncResponse[None]") -> None:
+        response.result()
+        self._on_written()
+        if processes.index() == 0:
+            steps = self._directory.steps()
+            for step in sorted({*steps} - self._retention.kept(steps)):
+                self._directory.remove(step)
 
-    def _note_error(self, error: Exception) -> None:
-        if processes.count() > 1:
-            self._error = error
 
-    def _make_manager(self) -> "ocp.CheckpointManager":
-        import orbax.checkpoint as ocp
+class RecordFile:
+    """A record in the form in which Orbax saves it with the arrays: a `StatefulCheckpointable`."""
 
-        note_error = self._note_error
+    def __init__(self, record: Mapping[str, object]):
+        self._text = json.dumps(record)
 
-        class Manager(ocp.CheckpointManager):
-            """Orbax's manager, but it reports errors at once and does not ask about preemption.
+    async def save(self, directory: Any) -> Awaitable[None]:
+        return self.write(directory)
 
-            Orbax asks JAX's preemption service about the step being saved, also from the thread
-            that commits it, while the training loop asks about later steps. The service takes the
-            step of the latest question as the process's current one, so the processes would agree
-            on a step that has passed.
-            """
+    async def write(self, directory: Any) -> None:
+        """Write the file in the background, in process 0, once it has made the directory."""
+        path = Path(await directory.await_creation())
+        if processes.index() == 0:
+            (path / FILE).write_text(self._text)
 
-            def _wait_for_checkpointers(self) -> None:
-                try:
-                    super()._wait_for_checkpointers()
-                except Exception as error:
-                    note_error(error)
-                    raise
-
-            def reached_preemption(self, step: int) -> bool:
-                return False
-
-        leave_errors_to_the_caller()
-        return Manager(
-            self._directory,
-            item_handlers={
-                ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
-                RECORD: ocp.JsonCheckpointHandler(FILE),
-            },
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention,
-                cleanup_tmp_directories=True,
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._on_written),
-                # Damage in an old step's metadata must not prevent a new save.
-                lightweight_initialize=True,
-            ),
-        )
+    async def load(self, directory: Any) -> Awaitable[None]:
+        raise NotImplementedError("`record.step_record` reads it")
 
 
 @functools.cache

@@ -3,15 +3,11 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices.processes import of_first_process
-
-if TYPE_CHECKING:
-    from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or null
 
@@ -64,8 +60,6 @@ class SaveTimer:
 class Retention:
     """Decides which steps to keep, by `checkpoint.{keep,keep_every,keep_best}`.
 
-    This is a `PreservationPolicy` for Orbax, which asks it when a save starts, with the new step
-    among the others, and deletes the steps that it does not keep once the new one is committed.
     Steps set aside are not committed, so they neither count nor are deleted.
     """
 
@@ -93,12 +87,6 @@ class Retention:
             # Of equal losses the newer step wins.
             kept |= set(sorted(good, key=lambda s: (known[s], -s))[: settings.keep_best])
         return kept
-
-    def should_preserve(
-        self, checkpoints: "Sequence[PolicyCheckpointInfo]", *, context: "PreservationContext"
-    ) -> list[bool]:
-        kept = self.kept([checkpoint.step for checkpoint in checkpoints])
-        return [checkpoint.step in kept for checkpoint in checkpoints]
 
     def _loss(self, step: int) -> float | None:
         """Return a step's loss, NaN if it has none or is damaged, None if it cannot be read now."""

@@ -141,6 +141,15 @@ class StepsDirectory(StepStore):
     def of(self, step: int) -> Path:
         return self.path / str(step)
 
+    def scratch(self, step: int, use: str) -> Path:
+        """Return a directory that counts as unfinished, and so is deleted after a kill."""
+        return self.path / f"{step}.orbax-checkpoint-tmp-{use}"
+
+    def remove(self, step: int) -> None:
+        """Remove a committed step in such a way that a kill leaves it whole or unfinished."""
+        removed = self.of(step).rename(self.scratch(step, "removed"))
+        shutil.rmtree(removed)
+
 
 def remove_step(path: Path) -> None:
     """Remove a step's directory in such a way that no reader takes a part of it for the whole."""

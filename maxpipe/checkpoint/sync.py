@@ -95,8 +95,7 @@ class MirrorSync:
     def _fetch_in_first(self, step: int) -> None:
         if jax.process_index() != 0:
             return
-        # Orbax deletes directories with such names, and so the remains of a killed process.
-        scratch = self._directory.path / f"{step}.orbax-checkpoint-tmp-fetched"
+        scratch = self._directory.scratch(step, "fetched")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             self._mirror.download(step, scratch)

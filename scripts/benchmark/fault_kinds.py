@@ -73,7 +73,7 @@ class Scene(NamedTuple):
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
-        return any((self.run / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+        return any((self.run / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
     @property
     def checkpoints(self) -> list[int]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from orbax.checkpoint import CompositeCheckpointHandler
 
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
@@ -18,6 +17,7 @@ from maxpipe.checkpoint.errors import (
     NoCheckpoint,
 )
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.orbax_writer import RecordFile
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 from maxpipe.storage.object_store import Deadline
@@ -111,6 +111,7 @@ def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch
         checkpointer.wait()
     (message,) = messages
     assert message.endswith("older ones could not be deleted: device or resource busy")
+    assert checkpointer.steps() == [2], "step 1 lacks files"
     checkpointer.restore(samples.abstract(samples.state(2)))
     samples.save(checkpointer, 3)
     checkpointer.close()
@@ -221,13 +222,13 @@ def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer,
 
 
 def intercept_commits(monkeypatch, action):
-    finalize = CompositeCheckpointHandler.finalize
+    write = RecordFile.write
 
-    def intercepted(self, directory):
+    async def intercepted(self, directory):
         action()
-        return finalize(self, directory)
+        await write(self, directory)
 
-    monkeypatch.setattr(CompositeCheckpointHandler, "finalize", intercepted)
+    monkeypatch.setattr(RecordFile, "write", intercepted)
 
 
 def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatch):

@@ -6,8 +6,10 @@ Arguments: address, index, directory, and optionally the URL of a mirror to rest
 import errno
 import itertools
 import os
+import resource
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -18,10 +20,12 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(ADDRESS, num_processes=2, process_id=INDEX)
 
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from maxpipe.checkpoint import reader, replicas  # noqa: E402
+from maxpipe.checkpoint.errors import CheckpointSaveError  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 from maxpipe.checkpoint.mirror import open_url  # noqa: E402
 from maxpipe.checkpoint.replicas import Replicas  # noqa: E402
@@ -208,6 +212,18 @@ def restore_what_both_have_in_memory(directory):
     assert again.resumable() == [1]
 
 
+def fail_alone(checkpointer):
+    """What one process cannot write is an error there at once, although the other one waits."""
+    if INDEX == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    save(checkpointer, 4)
+    if INDEX == 1:
+        with pytest.raises(CheckpointSaveError, match="File too large; safe: step 2 in"):
+            checkpointer.wait()
+    multihost_utils.sync_global_devices("failed")
+    assert checkpointer.steps() == [2]
+
+
 def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
@@ -239,7 +255,11 @@ def main():
     reader.load = failing
     check(checkpointer.restore(TARGET), 2)
     assert checkpointer.steps() == [2]
-    print("done")
+    reader.load = load
+    fail_alone(checkpointer)
+    print("done", flush=True)
+    time.sleep(1 - INDEX)  # JAX would end the other process, too
+    os._exit(0)  # process 0 would wait for step 4
 
 
 if __name__ == "__main__":
