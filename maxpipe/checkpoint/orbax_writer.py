@@ -69,7 +69,7 @@ class OrbaxWriter:
         self.is_open = True
         context = ocp.Context()
         context.array.saving.use_ocdbt = True
-        context.array.saving.use_zarr3 = False
+        context.array.saving.use_zarr3 = False  # the zarr that `arrays.load` reads
         items = {ARRAYS: dict(arrays), RECORD: RecordFile(record)}
         with context:
             response = ocp.save_checkpointables_async(self._directory.of(step), items)
@@ -101,16 +101,16 @@ class RecordFile:
     def __init__(self, record: Mapping[str, object]):
         self._text = json.dumps(record)
 
-    async def save(self, directory: Any) -> Awaitable[None]:
+    async def save(self, directory: "ocp.path.PathAwaitingCreation") -> Awaitable[None]:
         return self.write(directory)
 
-    async def write(self, directory: Any) -> None:
+    async def write(self, directory: "ocp.path.PathAwaitingCreation") -> None:
         """Write the file in the background, in process 0, once it has made the directory."""
         path = Path(await directory.await_creation())
         if processes.index() == 0:
             (path / FILE).write_text(self._text)
 
-    async def load(self, directory: Any) -> Awaitable[None]:
+    async def load(self, directory: "ocp.path.PathAwaitingCreation") -> Awaitable[None]:
         raise NotImplementedError("`record.step_record` reads it")
 
 
