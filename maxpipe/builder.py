@@ -105,6 +105,9 @@ def build_trainer(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> Tr
     if not has_host_memory(device):
         check_offloading(config, device.device_kind)
     facts = ENGINES[config.pipeline.engine]
+    if ramp := config.data.batch_ramp:
+        sizes = ", ".join(f"{size} after step {step}" for step, size in ramp)
+        note(f"data.batch_ramp: {sizes}; figures here are those of {ramp[-1][1]} sequences")
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
         if not facts.one_program:

@@ -16,8 +16,8 @@ const short = (value) => {
 // uPlot begins a logarithmic axis with its lower end, whatever number that is.
 const label = (value) => value === null || (log.checked && value !== +value.toPrecision(3)) ? "" :
   short(value);
-const places = (run, part) => along.value === "hours" ? part.hours :
-  part.step.map((step) => along.value === "tokens" ? step * (run.tokensPerStep ?? 1) : step);
+// Without its configuration the tokens of a run are not known.
+const places = (part) => part[along.value].map((place, i) => place ?? part.step[i]);
 // The mean of the past, newer values counting more, over about `window` points.
 const smoothed = (values, window) => {
   let mean = 0, weight = 0;
@@ -31,7 +31,7 @@ const smoothed = (values, window) => {
 };
 const everything = () => {
   const all = runs.filter((_, number) => !hidden.has(number)).flatMap((run) =>
-    [run, run.evaluation].flatMap((part) => places(run, part)));
+    [run, run.evaluation].flatMap((part) => places(part)));
   const first = all.reduce((a, b) => Math.min(a, b), Infinity);
   const last = all.reduce((a, b) => Math.max(a, b), -Infinity);
   if (first < last) return [along.value === "hours" ? 0 : first, last];
@@ -71,7 +71,7 @@ const drawOne = (figure, window) => {
     const part = isEval ? run.evaluation : run;
     const values = part[metric].map((value) => log.checked && value <= 0 ? null : value);
     const lines = window > 1 && !isEval ? [values, smoothed(values, window)] : [values];
-    tables.push([places(run, part), ...lines]);
+    tables.push([places(part), ...lines]);
     lines.forEach((_, i) => series.push({name: i === lines.length - 1 ? run.name : "",
       stroke: run.colour, dash: run.dash, width: 1.6, show: !hidden.has(number),
       alpha: i === lines.length - 1 ? 1 : 0.25, points: isEval ? {} : {show: false}}));

@@ -74,13 +74,14 @@ def run_data(run: Recorded) -> dict[str, object]:
     columns = [name for name in CHARTS if name != "eval_loss"]
     return {
         "name": run.name,
-        "tokensPerStep": run.tokens_per_step,
         "step": [steps[row] for row in chosen],
         "hours": [_rounded(hours[row]) for row in chosen],
+        "tokens": [run.tokens(steps[row]) for row in chosen],
         **{name: [_rounded(run.steps[name][row]) for row in chosen] for name in columns},
         "evaluation": {
             "step": [*run.evaluations],
             "hours": [_rounded(hours_at.get(step, 0.0)) for step in run.evaluations],
+            "tokens": [*map(run.tokens, run.evaluations)],
             "eval_loss": [*map(_rounded, run.evaluations.values())],
         },
     }

@@ -15,6 +15,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import lookup
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.printing import DERIVED
+from maxpipe.config.sections import DataConfig
 from maxpipe.config.values import is_finite
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.telemetry.writers import CHANGED, parse_row
@@ -76,11 +77,15 @@ class Recorded:
     def best_eval(self) -> tuple[int, float] | None:
         return min(self.evaluations.items(), key=lambda at: at[1], default=None)
 
-    @property
-    def tokens_per_step(self) -> int | None:
-        rows = self.settings.get("data.global_batch_size")
+    def tokens(self, step: int) -> int | None:
+        """Return the tokens of the steps up to `step`; None if the configuration is lost."""
+        rows, ramp = (
+            self.settings.get(f"data.{key}") for key in ("global_batch_size", "batch_ramp")
+        )
         length = self.settings.get("data.sequence_length")
-        return rows * length if isinstance(rows, int) and isinstance(length, int) else None
+        if not (isinstance(rows, int) and isinstance(length, int) and isinstance(ramp, list)):
+            return None
+        return DataConfig(global_batch_size=rows, batch_ramp=ramp).sequences(step) * length
 
     def median(self, column: str) -> Number:
         values = [value for value in self.steps[column] if value is not None]

@@ -34,12 +34,12 @@ def comparison_text(runs: Sequence[Recorded]) -> str:
 
 def run_text(run: Recorded) -> str:
     """Return everything about one run in lines."""
-    tokens = run.tokens_per_step
+    tokens = run.tokens(run.step)
     spent = [f"{name} {format_seconds(value)}" for name, value in run.seconds.items() if value >= 1]
     lines = {
         "directory": str(run.root),
         **dict(zip(HEADER[1:], figures(run)[1:], strict=True)),
-        "tokens": f"{run.step * tokens:,}" if tokens else "-",
+        "tokens": "-" if tokens is None else f"{tokens:,}",
         "s/step": _figure(run.median("step_seconds"), ".4g"),
         "grad norm": _figure(run.steps["grad_norm"][-1] if run.step else None, ".4g"),
         "time spent": ", ".join(spent) or "-",

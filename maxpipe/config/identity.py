@@ -26,7 +26,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.name",),
     "data": (
         *FINGERPRINTED[:4],
-        *_in("data", "mixture_by stream column shuffle eval_fraction packing sequence_length"),
+        *_in("data", "mixture_by mixture_changes stream column shuffle eval_fraction packing"),
+        *_in("data", "sequence_length batch_ramp"),
     ),
     "tokenizer": FINGERPRINTED[4:],
 }

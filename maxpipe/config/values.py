@@ -45,6 +45,8 @@ _EXAMPLES: Mapping[object, str] = {
     "mesh.elastic.axes": "[data, fsdp]",
     list[MixtureEntry]: "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
     "{source: text, path: b.txt, weight: 0.3}]",
+    list[list[int]]: "[[0, 16], [1000, 32]]",
+    list[list[int | float]]: "[[1000, 0.5, 0.5]]",
     list[str]: "[data, tokenizer]",
     list[float]: "[1.0, 1.5]",
     list[int]: "[10, 12]",
@@ -71,10 +73,16 @@ def convert(option: Option, raw: Raw) -> object:
             raw = [raw]
     if not is_list:
         return _READERS[option.type](raw)
+    return _list(option, option.type, raw)
+
+
+def _list(option: Option, kind: Any, raw: Raw) -> object:
+    if typing.get_origin(kind) is not list:
+        return _READERS.get(kind, _plain)(raw)
     if not isinstance(raw, list):
         raise ValueError(f"expected a list such as {example(option)}, got {_show(raw)}")
-    (item_type,) = typing.get_args(option.type)
-    return [_READERS.get(item_type, _plain)(item) for item in raw]
+    (item_kind,) = typing.get_args(kind)
+    return [_list(option, item_kind, item) for item in raw]
 
 
 def check_type(option: Option, value: object) -> None:
@@ -200,6 +208,11 @@ def _float(raw: Raw) -> float:
     return value
 
 
+def _number(raw: Raw) -> int | float:
+    value = _float(raw)
+    return int(value) if value.is_integer() else value
+
+
 def _entry(raw: Raw) -> dict[str, str | float]:
     if not isinstance(raw, dict):
         expected = f"a list such as {_EXAMPLES[list[MixtureEntry]]}"
@@ -220,6 +233,7 @@ _READERS: Mapping[object, Callable[[Raw], object]] = {
     bool: _bool,
     int: _integer,
     float: _float,
+    int | float: _number,
     MixtureEntry: _entry,
 }
 _NAMES: Mapping[object, str] = {

@@ -27,6 +27,8 @@ class BlockOrder:
     but reads blocks more often.
     """
 
+    first_draw = 0
+
     def __init__(self, blocks: Blocks, seed: int, rows: int):
         self.num_documents = int(blocks.sizes.sum())
         self._sizes = blocks.sizes

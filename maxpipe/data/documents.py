@@ -162,10 +162,18 @@ class Subset:
 
 
 def describe_sources(data: DataConfig) -> str:
-    """Return the source, or the sources of a mixture with their shares."""
-    total = sum(entry["weight"] for entry in data.mixture)
-    mixed = " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture)
-    return mixed + " by tokens" * (data.mixture_by == "tokens") if mixed else data.source
+    """Return the source, or the sources of a mixture with their shares and how these change."""
+    steps = [step for step, *_ in data.mixture_changes]
+    later = "".join(f", after step {step} {describe_shares(data, step)}" for step in steps)
+    by_tokens = " by tokens" * (data.mixture_by == "tokens")
+    return f"{describe_shares(data, 0)}{later}{by_tokens}" if data.mixture else data.source
+
+
+def describe_shares(data: DataConfig, step: float) -> str:
+    """Return the sources of a mixture with their shares after `step` steps; "" without one."""
+    weights = data.weights_after(step)
+    pairs = zip(weights, data.mixture, strict=True)
+    return " + ".join(f"{weight / sum(weights):.3g} {e['source']}" for weight, e in pairs)
 
 
 def each_source(config: DataConfig) -> list[DataConfig]:

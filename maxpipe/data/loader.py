@@ -31,7 +31,7 @@ from maxpipe.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokeni
 if TYPE_CHECKING:
     import grain
 
-    from maxpipe.data.rows import Batch
+    from maxpipe.data.rows import Batch, Era
 
 
 SKIPPED_NAMED = 5  # how many skipped documents are named
@@ -85,14 +85,18 @@ class Loader(Iterator["Batch"]):
 
 
 def make_loader(
-    config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None
+    config: Config,
+    split: Split,
+    rows: Sequence[int],
+    state: np.ndarray | None = None,
+    eras: "Sequence[Era]" = (),
 ) -> Loader:
     """Return a loader of this process's rows of the global batch.
 
     It continues from `state`, int64 [R, 3], the `Loader.state` of these rows; None starts at the
-    beginning. Raises ConfigError if files are missing or unusable, the split is empty,
-    model.vocab_size is too small, or `state` does not belong to these documents and rows;
-    `next(loader)` raises it if a document cannot be read.
+    beginning. `eras` are changes of a mixture's weights. Raises ConfigError if files are missing or
+    unusable, the split is empty, model.vocab_size is too small, or `state` does not belong to these
+    documents and rows; `next(loader)` raises it if a document cannot be read.
     """
     # These import grain, which takes longer than reporting a configuration error should take.
     from maxpipe.data.rows import RowSource, open_mixture, prefetched
@@ -101,7 +105,9 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    documents, order = open_mixture(data, split, config.seed, batch_size)
+    # All batches of a ramp follow the order of the last.
+    most = data.batch_ramp[-1][1] if data.batch_ramp else batch_size
+    documents, order = open_mixture(data, split, config.seed, most, eras)
     if state is None:
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)

@@ -13,7 +13,9 @@ bos>a a>b b>eos bos>c (segments 1 1 1 2, positions 0 1 2 0) and sequence 1 begin
 A mixture draws documents in rounds of `ROUND`: every source has its share (`data.mixture`) of a
 round, and the draws of a round are shuffled. The document of draw number g therefore follows from g
 alone, and the state of a row is the same as without a mixture. Shares of the tokens become shares
-of the documents by the mean number of targets that a source's documents have.
+of the documents by the mean number of targets that a source's documents have. Where weights change
+(`data.mixture_changes`), an `Era` begins: each row finishes its document and goes on at the first
+draw of the era. A source first gives the documents of the draws that were left out.
 
 grain reads rows ahead, in threads or in worker processes.
 
@@ -31,7 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol, cast
 
 import grain
@@ -66,6 +68,7 @@ class Order(Protocol):
     """An order of documents; an epoch has `num_documents` positions."""
 
     num_documents: int
+    first_draw: int  # rows at an earlier one finish their document, and go on from this one
 
     def __call__(self, epoch: int, position: int) -> int:
         """Return the index of the document at `position` of `epoch`."""
@@ -76,6 +79,8 @@ class DocumentOrder:
     """A permutation of fewer than 2**32 documents, another in every epoch; without `shuffle` they
     are visited in order.
     """
+
+    first_draw = 0
 
     def __init__(self, num_documents: int, seed: int, shuffle: bool):
         assert 0 < num_documents < 2**32
@@ -90,6 +95,66 @@ class DocumentOrder:
         return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
 
 
+class Era(NamedTuple):
+    """A change of a mixture, as a checkpoint records it: the weights from then on, and for each row
+    of the batch, in order, the first draw that it had not begun.
+    """
+
+    weights: Sequence[float]
+    unread: Sequence[int]
+
+    @property
+    def first_draw(self) -> int:
+        return -(-max(self.unread) // ROUND) * ROUND
+
+
+class _Draws:
+    """How the sources of a mixture draw from `first_draw` on; arguments as for `MixedOrder`.
+
+    The documents of a source have numbers in the order in which it gives them: those of `left`
+    first, then all from `following` on.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[float],
+        first_draw: int,
+        left: Sequence[list[int]],
+        following: Sequence[int],
+    ):
+        self.first_draw = first_draw
+        self.left = left
+        self._following = following
+        # Laid end to end, `draws` divide [0, ROUND]. A round's slots lie there one apart, from an
+        # offset below 1, and belong to the source in whose part they lie.
+        edges = np.minimum([0.0, *accumulate(draws)], ROUND)
+        edges[-1] = ROUND
+        offsets = np.arange(CYCLE) * _STEP % CYCLE / CYCLE
+        # The first slot of each source and the end of the last, int32 [CYCLE, sources + 1].
+        self._slots = np.ceil(edges - offsets[:, None]).astype(np.int32)
+        drawn = np.cumsum(np.diff(self._slots), axis=0, dtype=np.int32)
+        self._drawn = np.pad(drawn, ((1, 0), (0, 0)))  # before each round, [CYCLE + 1, sources]
+
+    def owner(self, round_: int, slot: int) -> tuple[int, int]:
+        """Return the source of a slot in a round, counted from the first, and the number of its
+        document.
+        """
+        slots = self._slots[round_ % CYCLE]
+        source = int(np.searchsorted(slots, slot, side="right")) - 1
+        count = self.drawn(source, round_) + slot - int(slots[source])
+        return source, self.number(source, count)
+
+    def drawn(self, source: int, rounds: int) -> int:
+        """Return how many draws a source has made in so many rounds."""
+        cycles, rest = divmod(rounds, CYCLE)
+        return cycles * int(self._drawn[-1, source]) + int(self._drawn[rest, source])
+
+    def number(self, source: int, count: int) -> int:
+        """Return the number of the document that a source gives after `count` others."""
+        left = self.left[source]
+        return left[count] if count < len(left) else self._following[source] + count - len(left)
+
+
 class MixedOrder:
     """The `Order` in which the documents of a `Concatenation` are drawn.
 
@@ -98,45 +163,59 @@ class MixedOrder:
     further meaning. Sources are mixed also if their orders do not shuffle.
 
     `draws` are those of each source per round. They sum to `ROUND`, and need not be whole: rounds
-    differ by a draw, so that their sum keeps to the share at any time (systematic sampling).
+    differ by a draw, so that their sum keeps to the share at any time (systematic sampling). The
+    weights of `eras` are such draws.
     """
 
-    def __init__(self, orders: Sequence[Order], draws: Sequence[float], seed: int):
+    def __init__(
+        self, orders: Sequence[Order], draws: Sequence[float], seed: int, eras: Sequence[Era] = ()
+    ):
         sizes = [order.num_documents for order in orders]
         self.num_documents = sum(sizes)
         self._seed = seed
         self._orders = orders
         self._firsts = [0, *accumulate(sizes)]
-        # Laid end to end, `draws` divide [0, ROUND]. A round's slots lie there one apart, from an
-        # offset below 1, and belong to the source in whose part they lie.
-        edges = np.array([0.0, *accumulate(draws)])
-        edges[-1] = ROUND
-        offsets = np.arange(CYCLE) * _STEP % CYCLE / CYCLE
-        # The first slot of each source and the end of the last, int32 [CYCLE, sources + 1].
-        self._slots = np.ceil(edges - offsets[:, None]).astype(np.int32)
-        drawn = np.cumsum(np.diff(self._slots), axis=0, dtype=np.int32)
-        self._drawn = np.pad(drawn, ((1, 0), (0, 0)))  # before each round, [CYCLE + 1, sources]
+        self._eras = [_Draws(draws, 0, [[] for _ in sizes], [0 for _ in sizes])]
+        for era in eras:
+            self._eras.append(self._change(era))
+        self.first_draw = self._eras[-1].first_draw
 
     def __call__(self, epoch: int, position: int) -> int:
-        # 1. The shuffled slot of this draw within its round, and the source that owns the slot.
-        number, draw = divmod(epoch * self.num_documents + position, ROUND)
-        seed = (self._seed + number) % 2**32
-        slot = index_shuffle(draw, max_index=ROUND - 1, seed=seed, rounds=4)
-        cycle, number = divmod(number, CYCLE)
-        slots = self._slots[number]
-        source = int(np.searchsorted(slots, slot, side="right")) - 1
-        # 2. The draws that the source has made in all earlier rounds, and in this one.
-        earlier = cycle * int(self._drawn[-1, source]) + int(self._drawn[number, source])
-        source_draw = earlier + slot - int(slots[source])
-        # 3. Its own epoch and position, and the document there.
+        source, number = self._drawn(epoch * self.num_documents + position)
+        # The source's own epoch and position, and the document there.
         order = self._orders[source]
-        return self._firsts[source] + order(*divmod(source_draw, order.num_documents))
+        return self._firsts[source] + order(*divmod(number, order.num_documents))
+
+    def _drawn(self, draw: int) -> tuple[int, int]:
+        """Return the source of a draw, and the number of its document."""
+        number, place = divmod(draw, ROUND)
+        seed = (self._seed + number) % 2**32
+        slot = index_shuffle(place, max_index=ROUND - 1, seed=seed, rounds=4)
+        era = next(era for era in reversed(self._eras) if era.first_draw <= draw)
+        return era.owner(number - era.first_draw // ROUND, slot)
+
+    def _change(self, change: Era) -> _Draws:
+        """Return how documents are drawn after a change: none is left out, or drawn again."""
+        era, stride = self._eras[-1], len(change.unread)
+        left: list[list[int]] = [[] for _ in self._orders]
+        skipped = (range(first, change.first_draw, stride) for first in change.unread)
+        for draw in sorted(chain.from_iterable(skipped)):
+            source, number = self._drawn(draw)
+            left[source].append(number)
+        rounds, following = (change.first_draw - era.first_draw) // ROUND, []
+        for source, own in enumerate(left):
+            count = era.drawn(source, rounds)
+            own += era.left[source][count:]
+            following.append(era.number(source, max(count, len(era.left[source]))))
+        return _Draws(change.weights, change.first_draw, left, following)
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return each source's draws per round: proportional to weight, at least 1, sum `ROUND`."""
+    """Return each source's draws per round: proportional to weight, 1 or more if that is not 0, sum
+    `ROUND`.
+    """
     exact = np.asarray(weights, np.float64) / sum(weights) * ROUND
-    counts = np.maximum(exact.astype(int), 1)
+    counts = np.maximum(exact.astype(int), exact > 0)
     while counts.sum() < ROUND:
         counts[np.argmax(exact - counts)] += 1
     while counts.sum() > ROUND:
@@ -151,7 +230,9 @@ def order_of(documents: Documents, seed: int, shuffle: bool, rows: int = 1) -> O
     return DocumentOrder(len(documents), seed, shuffle)
 
 
-def open_mixture(config: DataConfig, split: Split, seed: int, rows: int) -> tuple[Documents, Order]:
+def open_mixture(
+    config: DataConfig, split: Split, seed: int, rows: int, eras: Sequence[Era] = ()
+) -> tuple[Documents, Order]:
     """Return the documents of one split, those of all sources of a mixture, and the order in which
     `rows` rows visit them; errors are those of `open_sources`.
     """
@@ -161,18 +242,25 @@ def open_mixture(config: DataConfig, split: Split, seed: int, rows: int) -> tupl
         return documents, order_of(documents, seed, config.shuffle, rows)
     # A draw of a source may be any row's.
     orders = [order_of(source, seed, config.shuffle) for source in sources]
-    return Concatenation(sources), MixedOrder(orders, draws_of(config, sources), seed)
-
-
-def draws_of(config: DataConfig, sources: Sequence[Documents]) -> Sequence[float]:
-    """Return each source's draws per round; raises ConfigError if a source may have none."""
     weights = [entry["weight"] for entry in config.mixture]
+    draws, *later = draws_of(config, sources, [weights, *(era.weights for era in eras)])
+    eras = [Era(own, era.unread) for own, era in zip(later, eras, strict=True)]
+    return Concatenation(sources), MixedOrder(orders, draws, seed, eras)
+
+
+def draws_of(
+    config: DataConfig, sources: Sequence[Documents], changes: Sequence[Sequence[float]]
+) -> Sequence[Sequence[float]]:
+    """Return each source's draws per round for weights and for each change of them; raises
+    ConfigError if a source with a weight may have none.
+    """
     if config.mixture_by == "documents":
-        return shares(weights)
-    exact = np.array(weights) / [mean_targets(config, source) for source in sources]
-    draws = exact / exact.sum() * ROUND
-    if draws.min() * CYCLE < 1:
-        message = f"entry {draws.argmin() + 1} is less than 1 of {ROUND * CYCLE:,} documents"
+        return [shares(weights) for weights in changes]
+    exact = np.array(changes) / [mean_targets(config, source) for source in sources]
+    draws = exact / exact.sum(axis=1, keepdims=True) * ROUND
+    some = np.where(draws > 0, draws, np.inf).min(axis=0)
+    if some.min() * CYCLE < 1:
+        message = f"entry {some.argmin() + 1} is less than 1 of {ROUND * CYCLE:,} documents"
         raise ConfigError(Problem("data.mixture", f"{message}: raise its weight"))
     return [*draws]
 
@@ -217,6 +305,8 @@ class RowStream:
         self._stride = stride
         self._epoch, self._position, self._offset = (int(x) for x in state)
         self._document: Encoded | None = None
+        if not self._offset:
+            self._go_to(self._epoch * order.num_documents + self._position)
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -238,8 +328,13 @@ class RowStream:
 
     def skip_rest(self) -> None:
         """Move to the start of the next document."""
-        epochs, self._position = divmod(self._position + self._stride, self._order.num_documents)
-        self._epoch += epochs
+        draw = self._epoch * self._order.num_documents + self._position
+        self._go_to(draw + self._stride)
+
+    def _go_to(self, draw: int) -> None:
+        first = self._order.first_draw
+        draw = max(draw, first + (draw - first) % self._stride)
+        self._epoch, self._position = divmod(draw, self._order.num_documents)
         self._offset = 0
         self._document = None
 

@@ -51,13 +51,16 @@ def model_card(
       version: version of maxpipe that wrote the checkpoint; empty if the record does not say.
       has_tokenizer: whether transformers finds a tokenizer next to the card.
     """
-    m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
+    m, length = config.model, config.data.sequence_length
+    tokens = f"of {config.data.global_batch_size * length:,} tokens"
+    if config.data.batch_ramp:
+        tokens = f"with {config.data.sequences(record.step) * length:,} tokens in all"
     start = "imported weights" if config.init_from else "random weights"
     start = "the weights of another run" if run_of(config.init_from) else start
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
-        "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
+        "training": f"{record.step:,} steps {tokens} from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
         "data": describe_sources(config.data),
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",

@@ -21,8 +21,8 @@ class Console:
     """Shows steps, and text between them.
 
     Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so one
-    stall does not distort them. The first step of a process, which compiles, never enters the
-    median; its line has its own seconds, and no speed.
+    stall does not distort them. The first step of a process, or of another batch size, compiles and
+    never enters the median; its line has its own seconds, and no speed.
 
     Args:
       log_every: print every so many steps, and the first and the last one; 0 = no steps.
@@ -49,6 +49,11 @@ class Console:
         self._unprinted: Mapping[str, Any] | None = None
         self._has_bar = bool(log_every) and self._stream.isatty()
         self._bar: tqdm | None = None  # from the first step on, below what is printed before
+
+    def new_batch(self, step: int, tokens_per_step: int, peak_seconds: float | None) -> None:
+        """Go on after `step` with batches of another size, for which the next step may compile."""
+        self._start_step, self._tokens, self._peak_seconds = step, tokens_per_step, peak_seconds
+        self._recent.clear()
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a finished step: a row of `metrics.jsonl`, in which numbers may be not finite.

@@ -93,6 +93,12 @@ class Recorder:
         self._prometheus.show({"step": start_step})
         self._step = start_step
 
+    def new_batch(self, step: int, tokens_per_step: int, peak_seconds: float | None) -> None:
+        """Go on after `step` with batches of another size; arguments as when it was made."""
+        self._tokens, self._peak_seconds = tokens_per_step, peak_seconds
+        if self._is_main:
+            self._console.new_batch(step, tokens_per_step, peak_seconds)
+
     def step(
         self,
         step: int,

@@ -25,6 +25,7 @@ class BatchPlacer:
       num_rows: B.
 
     Attributes:
+      num_rows: B.
       rows: indices in the global batch of the R rows that this process places.
     """
 
@@ -32,7 +33,7 @@ class BatchPlacer:
         self.rows = rows_of_this_process(mesh, spec, num_rows)
         self._position = {row: i for i, row in enumerate(self.rows)}
         self._sharding = NamedSharding(mesh, spec)
-        self._num_rows = num_rows
+        self.num_rows = num_rows
 
     def __call__(self, batch: HostBatch) -> Batch:
         with jax.transfer_guard("allow"):
@@ -41,10 +42,10 @@ class BatchPlacer:
     def _place(self, local: np.ndarray) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            rows = range(*index[0].indices(self._num_rows))
+            rows = range(*index[0].indices(self.num_rows))
             return local[[self._position[row] for row in rows]][:, index[1]]
 
-        return jax.make_array_from_callback((self._num_rows, local.shape[1]), self._sharding, shard)
+        return jax.make_array_from_callback((self.num_rows, local.shape[1]), self._sharding, shard)
 
 
 def all_rows(state: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:

@@ -42,6 +42,7 @@ class Session:
       loader: training data; its next batch is batch `step`, counted from 0.
       meta: what a checkpoint records about its run.
       held_out: batches of an evaluation; None without evaluations.
+      begin_phase: changes the batch size and the weights of the mixture to those due after `step`.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
       on_step: called with each finished step and its row of `metrics.jsonl`, while `state` is the
@@ -59,6 +60,7 @@ class Session:
     recorder: Recorder
     profiler: Profiler
     meta: dict[str, Any]
+    begin_phase: Callable[["Session"], None] = lambda run: None
     skips: int = 0
     supervision: Supervision = field(default_factory=Supervision)
     held_out: HeldOut | None = None
@@ -85,6 +87,7 @@ def _train(run: Session) -> int:
     # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(run)
+    phases = {change[0] for change in config.data.batch_ramp + config.data.mixture_changes}
     saved_step = run.checkpointer.saved_step  # below `run.step` if that step is only in memory
     is_overdue = False  # a step due for saving was not finite
     is_interrupted = False
@@ -129,6 +132,9 @@ def _train(run: Session) -> int:
                 saved_step = run.step
             elif is_replica_due and step_log.last_is_finite:
                 _checkpoint(run, run.checkpointer.replicate)
+            if run.step in phases and run.step < last_step:
+                step_log.finish()
+                _begin_phase(run)
             step_log.resume()
         # 4. The last step is still pending: finish it, and save what is not saved yet. A step that
         # was not finite has left the parameters as they were, and is counted in the state.
@@ -143,6 +149,14 @@ def _train(run: Session) -> int:
                 with jax.transfer_guard("allow"):
                     run.checkpointer.check(run.step, run.state)
     return signals.exit_code if is_interrupted else DONE
+
+
+def _begin_phase(run: Session) -> None:
+    with run.supervision.time.phase("init"), jax.transfer_guard("allow"):
+        run.begin_phase(run)
+    # The next step may be compiled: who asks to stop waits for it.
+    what = f"the change after step {run.step}"
+    run.supervision.watchdog.progress(what, before_step=False)
 
 
 def _too_many_skips(run: Session, step_log: "StepLog", saved_step: int) -> int:
@@ -180,11 +194,16 @@ def _checkpoint(
 ) -> None:
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
-        rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
+        rows = data_position(run)
         # `checkpoint.keep_best` compares steps by this loss.
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
         start(run.step, run.trainer.to_canonical(run.state), rows, meta)
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
+
+
+def data_position(run: Session) -> np.ndarray:
+    """Return the data position after the last batch, int64 [B, 3], in every process."""
+    return all_rows(run.loader.state, run.place.rows, run.place.num_rows)
 
 
 def evaluate(run: Session) -> None:

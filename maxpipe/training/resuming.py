@@ -21,12 +21,11 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
-from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.loader import moved_state
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import source_digest
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
-from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.run_directory import Meta, RunDirectory
 
 FINGERPRINT, VERSIONS = "fingerprint", "versions"  # in a checkpoint's meta
@@ -82,16 +81,12 @@ def has_other_optimizer(changed: Sequence[Change]) -> bool:
     return any(change.key == "optimizer.name" for change in changed)
 
 
-def continue_loader(
-    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray, meta: Meta
-) -> Loader:
-    """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
-    loader.close()
-    state = position[place.rows]
+def continued(position: np.ndarray, config: Config, num_documents: int, meta: Meta) -> np.ndarray:
+    """Return the data position, int64 [rows, 3], at which a run continues from a checkpoint's."""
     num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
     if "data" in config.checkpoint.accept_changes and num_before:
-        state = moved_state(state, num_before, loader.num_documents)
-    return make_loader(config, "train", place.rows, state)
+        return moved_state(position, num_before, num_documents)
+    return position
 
 
 def check_continuity(

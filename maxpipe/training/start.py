@@ -36,9 +36,7 @@ from maxpipe.data.loader import (
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import (
-    chip_for,
     device_memory,
-    devices_per_chip,
     explain_quantisation,
 )
 from maxpipe.devices.cluster import job_of_process
@@ -48,7 +46,6 @@ from maxpipe.devices.start import start_jax
 from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
 from maxpipe.plan.auto_stages import choose_stages
-from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.supervise.failure import MemoryTooSmall, failing_fast
 from maxpipe.supervise.process import RunLease, Supervision, own_run
 from maxpipe.telemetry.console import ByteProgress
@@ -58,12 +55,13 @@ from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.loop import DONE, Session, run_and_close, train
+from maxpipe.training.phases import ERAS, begin_phase, first_position, peak_seconds
 from maxpipe.training.resuming import (
     DOCUMENTS,
     FINGERPRINT,
     VERSIONS,
     check_continuity,
-    continue_loader,
+    continued,
     dated,
     followed_once,
     has_other_optimizer,
@@ -162,7 +160,8 @@ def run(
         if supervision.memory is not None and config.checkpoint.replica_every:
             abstract = trainer.abstract_canonical()
             note(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
-        session = start_session(mesh, trainer, directory, checkpointer, supervision)
+        enter = partial(begin_phase, mesh, build_trainer)
+        session = start_session(mesh, trainer, directory, checkpointer, supervision, enter)
     session.meta |= mark
     supervision.progress.tell(run=str(directory.root.resolve()))
     # 3. The report, and the steps.
@@ -270,8 +269,12 @@ def start_session(
     directory: RunDirectory,
     checkpointer: Checkpointer,
     supervision: Supervision,
+    enter: Callable[..., None],
 ) -> Session:
-    """Initialise the state or restore it from a checkpoint, and return what the loop works with."""
+    """Initialise the state or restore it from a checkpoint, and return what the loop works with.
+
+    `trainer` is that of the whole batch; `enter`, a partial `begin_phase`, replaces it if need be.
+    """
     config = directory.config
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
@@ -281,7 +284,8 @@ def start_session(
         log(f"data.tokenizer: {note}")
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)
-    step, skips, changed = 0, 0, list[Change]()
+    step, skips, changed, eras = 0, 0, list[Change](), dict[str, object]()
+    position = first_position(config, loader.num_documents)
     if resume_step is None:
         state = _first_state(trainer, directory)
     else:
@@ -292,7 +296,7 @@ def start_session(
         except NoCheckpoint as error:
             log(f"{error}, so the run starts again")
             loader.close()
-            return start_session(mesh, trainer, directory, checkpointer, supervision)
+            return start_session(mesh, trainer, directory, checkpointer, supervision, enter)
         meta, step, skips = restored.meta, restored.step, int(restored.state.skips)
         changed += version_changes(versions, meta.get(VERSIONS) or {})
         for change in changed:
@@ -301,14 +305,15 @@ def start_session(
         if has_other_optimizer(changed):
             log("the state of the optimizer begins anew")
             state = trainer.restart_optimizer(state)
-        loader = continue_loader(loader, config, place, restored.iterator, meta)
+        position = continued(restored.iterator, config, loader.num_documents, meta)
+        eras = {ERAS: meta[ERAS]} if ERAS in meta else eras
     newest = max(checkpointer.steps(), default=0)
     recorder = _build_recorder(mesh, directory, step, newest, supervision.prometheus)
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(step)
     recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
-    return Session(
+    session = Session(
         config=config,
         trainer=trainer,
         state=state,
@@ -327,12 +332,16 @@ def start_session(
             is_required=config.telemetry.required,
             print_line=recorder.print_line,
         ),
-        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
+        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded, **eras},
+        begin_phase=enter,
         supervision=supervision,
         held_out=held_out,
         held_out_by_source=by_source,
         token_bytes=token_bytes(config),
     )
+    if resume_step is not None or len(position) < place.num_rows:
+        enter(session, position)
+    return session
 
 
 def _first_state(trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
@@ -402,18 +411,6 @@ def _build_recorder(
         stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
         prometheus=prometheus,
     )
-
-
-def peak_seconds(config: Config, mesh: Mesh) -> float | None:
-    """Return the seconds of a step at the chips' peak FLOP/s; None if the chip is unknown."""
-    devices = mesh.devices.reshape(-1).tolist()
-    chip = chip_for(devices[0].device_kind)
-    if chip is None:
-        return None  # and no layer has to be traced
-    length = config.data.sequence_length
-    flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
-    num_chips = mesh.size / devices_per_chip(devices)
-    return flops / (chip.peak_flops[config.model.dtype] * num_chips)
 
 
 def _farewell(session: Session, exit_code: int, root: Path, seconds: float) -> str:

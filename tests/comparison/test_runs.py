@@ -153,6 +153,15 @@ def test_show_has_all_about_a_run(two, capsys):
     assert not shown & {"optimizer.beta2", "pipeline.engine", "model.unpadded_vocab_size"}
 
 
+def test_tokens_are_those_of_the_batches_at_each_step(tmp_path, capsys):
+    root = write_run(tmp_path / "ramp", "data.batch_ramp=[[0,4],[2,8],[4,16]]")
+    # 4, 4, 8, 8, 16 and 16 sequences of 128 tokens.
+    assert re.search(r"^  tokens +7,168$", printed(capsys, "show", root), re.MULTILINE)
+    curves = run_data(*read_runs([str(root)]))
+    assert curves["tokens"] == [512, 1024, 2048, 3072, 5120, 7168]
+    assert curves["evaluation"]["tokens"] == [2048, 7168]
+
+
 def test_compare_lists_the_keys_that_differ(two, capsys):
     figures, differences = printed(capsys, "compare", two / "run-2", two / "run-10").split("\n\n")
     assert figures == printed(capsys, "ls", two).rstrip()

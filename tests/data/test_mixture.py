@@ -119,6 +119,16 @@ def test_config_invalid_mixture_raises():
     ]:
         with pytest.raises(ConfigError, match=message):
             load("configs/base.yml", [f"data.mixture={value}"])
+    two = "data.mixture=[{source: text, weight: 1}, {source: jsonl, weight: 0}]"
+    for changes, message in [
+        ("[[9, 1]]", r"expected \[\[after step, weights of the 2 entries .* got \[\[9, 1\]\]"),
+        ("[[9, 1, 1], [9, 1, 2]]", "steps rising"),
+        ("[[9.5, 1, 1]]", "steps rising"),
+        ("[[9, 0, 0]]", "a weight is 0 of all"),
+        ("[[9, 2, -1]]", "a weight is -1 of all"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load("configs/base.yml", [two, f"data.mixture_changes={changes}"])
     words = ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"]
     with pytest.raises(ConfigError, match=r"leaves data\.path without effect"):
         load("configs/base.yml", words)

@@ -48,6 +48,19 @@ def test_console_first_step_does_not_enter_median():
     assert tenth.endswith("MFU 50.0 %  left 0:45")
 
 
+def test_console_first_step_of_another_batch_size_does_not_enter_median():
+    stream = io.StringIO()
+    console = run(stream, 12, peak_seconds=0.25)
+    console.new_batch(12, 8192, 0.5)
+    for step in range(13, 21):
+        console.step(row(step, 30.0 if step == 13 else 1.0))
+    console.close()
+    *_, first, twentieth = stream.getvalue().splitlines()
+    assert first.startswith("step  13/100")
+    assert first.endswith("30.00 s for the first step  left ?")
+    assert twentieth.endswith("1.00 s/step  8.19k tokens/s  MFU 50.0 %  left 1:20")
+
+
 def test_console_on_terminal_draws_no_bar_before_the_first_step():
     stream = io.StringIO()
     stream.isatty = lambda: True

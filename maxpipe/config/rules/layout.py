@@ -2,10 +2,11 @@
 
 import math
 import os
+from itertools import pairwise
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS
-from maxpipe.config.options import is_set
+from maxpipe.config.options import get, is_set
 from maxpipe.config.rules.rule import (
     Derived,
     Updates,
@@ -292,7 +293,34 @@ def check_train_batch(c: Config) -> Wrong:
     batch, count, shards = c.data.global_batch_size, c.pipeline.num_microbatches, data_shards(c)
     if batch % (count * shards):
         message = _indivisible_batch(c, batch, num_microbatches=count)
-        yield "data.global_batch_size", message + _propose_counts(c, batch, shards)
+        yield "data.global_batch_size", message + _propose_counts(c, batch)
+
+
+@check
+def check_batch_ramp(c: Config) -> Wrong:
+    key, ramp, batch = "data.batch_ramp", c.data.batch_ramp, c.data.global_batch_size
+    if not ramp:
+        return
+    is_ramp = all(len(pair) == 2 for pair in ramp) and ramp[0][0] == 0 < ramp[0][1]
+    rises = (a < b and m < n and n % m == 0 for (a, m), (b, n) in pairwise(ramp))
+    if not (is_ramp and ramp[-1][1] == batch and all(rises)):
+        form = f"[[0, sequences], ..., [after step, {batch}]]"
+        yield key, f"expected {form}, rising, each sequences a multiple of those before; got {ramp}"
+        return
+    for size in (size for _, size in ramp if not smaller_microbatches(c, size)):
+        yield key, _indivisible_batch(c, size, num_microbatches=min(_counts(c, batch)))
+    for other in ("compile.load", "mesh.elastic.axes"):
+        if get(c, other):
+            yield other, f"is for one batch size: leave it out, or {key}"
+
+
+def smaller_microbatches(c: Config, size: int) -> int:
+    """Return how many microbatches a smaller batch has, 0 if none fit: no more than the whole
+    batch, and with no more rows. A pipeline has as many as possible, so that its bubble is small.
+    """
+    batch, count = c.data.global_batch_size, c.pipeline.num_microbatches
+    fitting = [n for n in _counts(c, size) if n <= count and size * count <= n * batch]
+    return (max if ENGINES[c.pipeline.engine].has_stages else min)(fitting, default=0)
 
 
 @derive("eval.global_batch_size")
@@ -320,14 +348,19 @@ def derive_batches_per_source(c: Config) -> Derived:
     return {"eval.batches_per_source": count}
 
 
-def _propose_counts(c: Config, batch: int, shards: int) -> str:
-    """Return the two numbers of microbatches nearest to the present one that divide the batch."""
-    if batch % shards:
-        return ""
-    engine, count = ENGINES[c.pipeline.engine], c.pipeline.num_microbatches
+def _counts(c: Config, batch: int) -> list[int]:
+    """Return the numbers of microbatches that divide a batch, of those that the engine takes."""
+    engine, (rows, rest) = ENGINES[c.pipeline.engine], divmod(batch, data_shards(c))
     unit, least = (num_stages(c), least_microbatches(c)) if engine.whole_rounds else (1, 1)
-    fitting = [n for n in divisors(batch // shards) if n >= least and n % unit == 0]
-    nearest = sorted(sorted(fitting, key=lambda n: distance(n, count))[:2])
+    if engine.has_stages and is_csv(c.pipeline.schedule):
+        unit = least = c.pipeline.num_microbatches  # as many as its table has
+    return [] if rest else [n for n in divisors(rows) if n >= least and n % unit == 0]
+
+
+def _propose_counts(c: Config, batch: int) -> str:
+    """Return the two numbers of microbatches nearest to the present one that divide the batch."""
+    count = c.pipeline.num_microbatches
+    nearest = sorted(sorted(_counts(c, batch), key=lambda n: distance(n, count))[:2])
     return f", or pipeline.num_microbatches={' or '.join(map(str, nearest))}" if nearest else ""
 
 

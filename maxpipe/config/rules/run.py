@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
@@ -63,13 +64,16 @@ def check_tokenizer(c: Config) -> Wrong:
 
 @check
 def check_mixture(c: Config) -> Wrong:
-    mixture, key = c.data.mixture, "data.mixture"
-    problems = [f"entry {n}: {problem}" for n, e in enumerate(mixture, 1) for problem in _wrong(e)]
+    mixture, changes, key = c.data.mixture, c.data.mixture_changes, "data.mixture"
+    least = 0 if changes else math.ulp(0)  # an entry may join later
+    problems = [
+        f"entry {n}: {problem}" for n, e in enumerate(mixture, 1) for problem in _wrong(e, least)
+    ]
     if mixture and not problems:
-        total = math.fsum(entry["weight"] for entry in mixture)
-        least = min(entry["weight"] for entry in mixture) / total
-        if least < LEAST_SHARE and c.data.mixture_by == "documents":
-            problems.append(f"a weight is {least:.2g} of all; the least is {LEAST_SHARE}")
+        for weights in ([entry["weight"] for entry in mixture], *(row[1:] for row in changes)):
+            share = min(filter(None, weights), default=0) / (math.fsum(weights) or 1)
+            if share < (LEAST_SHARE if c.data.mixture_by == "documents" else math.ulp(0)):
+                problems.append(f"a weight is {share:.2g} of all; the least is {LEAST_SHARE}")
     for problem in problems:
         yield key, problem
     if mixture and c.data.path:
@@ -82,7 +86,16 @@ def check_mixture(c: Config) -> Wrong:
         yield "data.mixture_by", message
 
 
-def _wrong(entry: Mapping[str, object]) -> Iterator[str]:
+@check
+def check_mixture_changes(c: Config) -> Wrong:
+    changes, entries = c.data.mixture_changes, len(c.data.mixture)
+    steps = [0, *(row[0] for row in changes if len(row) == entries + 1 > 1)]
+    if len(steps) <= len(changes) or any(b < a + 1 or b % 1 for a, b in pairwise(steps)):
+        form = f"[[after step, weights of the {entries} entries of data.mixture], ...]"
+        yield "data.mixture_changes", f"expected {form}, steps rising; got {changes}"
+
+
+def _wrong(entry: Mapping[str, object], least: float) -> Iterator[str]:
     source, weight = str(entry.get("source")), entry.get("weight")
     if unknown := [name for name in entry if name not in _MIXTURE_FIELDS]:
         yield f"has no {unknown[0]!r}, only {', '.join(_MIXTURE_FIELDS)}"
@@ -91,7 +104,7 @@ def _wrong(entry: Mapping[str, object]) -> Iterator[str]:
         yield f"source {source!r} is not one of {legal}"
     elif entry.get("path") and not SOURCES[source].needs_path:
         yield f"source {source} reads no path: set source: text, or leave the path out"
-    if not isinstance(weight, int | float) or weight <= 0:
+    if not isinstance(weight, int | float) or weight < least:
         yield f"needs a weight above 0; got {weight!r}"
 
 
@@ -126,6 +139,8 @@ def check_epochs(c: Config) -> Wrong:
         yield "epochs", "the sources of data.mixture pass at different speeds: give steps instead"
     elif c.epochs and not SOURCES[c.data.source].needs_tokenizer:
         yield "epochs", f"data.source={c.data.source} has no end: give steps instead"
+    elif c.epochs and c.data.batch_ramp:
+        yield "epochs", "data.batch_ramp goes by steps: give steps instead"
 
 
 @check

@@ -1,6 +1,7 @@
 """Configure training: data, optimizer, checkpoints, telemetry and compilation."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NotRequired, TypedDict
 
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS, SOURCES
@@ -33,6 +34,9 @@ class DataConfig:
         choices=("documents", "tokens"),
         acts_with="data.mixture",
     )
+    mixture_changes: list[list[int | float]] = option(
+        [], "later weights of its entries: [[after step, weight, weight, ...], ...]"
+    )
     cache_dir: str = directory("", "where remote and unpacked files lie; empty = ~/.cache/maxpipe")
     cache_limit: int = amount(0, "most bytes of these copies; 0 = nine tenths of the free space")
     tokenizer: str = option(
@@ -43,6 +47,9 @@ class DataConfig:
     chat_template: str = option("", "Jinja file for conversations, or chatml; empty = tokenizer's")
     chat_date: str = option("", "date that strftime_now writes: 2024-07-26; empty = the first day")
     global_batch_size: int = option(32, "sequences per step", minimum=1, maximum=2**24)
+    batch_ramp: list[list[int]] = option(
+        [], "smaller batches at first: [[0, sequences], ..., [after step, global_batch_size]]"
+    )
     sequence_length: int = option(128, "tokens per sequence", minimum=1, maximum=2**24)
     packing: bool = option(True, "several documents in each sequence; false = pad one in each")
     shuffle: bool = option(True, "read documents in a new order in each epoch, derived from seed")
@@ -57,6 +64,16 @@ class DataConfig:
     def sources(self) -> list[str]:
         """Return the sources that training reads, in the order of `mixture` if there is one."""
         return [entry["source"] for entry in self.mixture] or [self.source]
+
+    def weights_after(self, step: float) -> list[float]:
+        """Return the weights of the mixture's entries that hold after `step` finished steps."""
+        changes = [[0.0, *(entry["weight"] for entry in self.mixture)], *self.mixture_changes]
+        return [weights for start, *weights in changes if start <= step][-1]
+
+    def sequences(self, steps: int) -> int:
+        """Return the sequences of the first `steps` steps."""
+        rises = pairwise([[0, 0], *(self.batch_ramp or [[0, self.global_batch_size]])])
+        return sum((b - a) * max(steps - start, 0) for (_, a), (start, b) in rises)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,24 @@ def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
     assert message.endswith("= 4; nearest legal: 12 or 16")
 
 
+def test_batch_ramp_that_does_not_fit_is_refused(unlike):
+    key, lockstep = "data.batch_ramp", "pipeline.schedule=lockstep_1f1b"
+    form = (key, r"[[0, sequences], ..., [after step, 16]], rising")
+    table = {
+        f"{key}=[[0,4],[9,8]]": form,
+        f"{key}=[[1,8],[9,16]]": form,
+        f"{key}=[[0,8],[0,16]]": form,
+        f"{key}=[[0,6],[9,16]]": form,
+        f"{key}=[[0],[9,16]]": form,
+        f"{key}=[8,16]": (key, "expected a list such as [[0, 16], [1000, 32]], got '8'"),
+        f"{key}=[[0,1],[9,16]] {lockstep}": (key, "fsdp = 1 x 2 = 2; nearest legal: 2"),
+        f"{key}=[[0,2],[9,16]]": (key, "2 is not divisible by num_microbatches x fsdp = 2 x 2"),
+        f"{key}=[[0,8],[9,16]] mesh.elastic.axes=[fsdp]": ("mesh.elastic.axes", f"out, or {key}"),
+        f"{key}=[[0,8],[9,16]] epochs=1": ("epochs", "give steps instead"),
+    }
+    assert unlike(table) == {}
+
+
 def test_eval_batch_is_the_train_batch_unless_given_and_divides_over_devices_only(
     problems, resolved
 ):
