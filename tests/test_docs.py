@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.commands import command as command_of
 from helpers.commands import exit_code
 from helpers.compile_command import tpu_aot
@@ -111,6 +112,7 @@ ELSEWHERE = {
     "scripts/follow.py",
     "scripts/generate_docs.py",
     f"{BENCHMARK}/tune_flags.py",
+    "examples/same_loss.py",
     "examples/train_in_python.py",
     "begin.py",
     "rates.py",
@@ -152,6 +154,18 @@ def runs_of_pages(place):
 def test_readme_has_the_first_run_and_at_most_150_lines():
     assert FIRST_RUN in commands(PAGES["README.md"])
     assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def test_pages_in_order_are_those_of_the_overview_and_say_first_what_one_can_do_after_them():
+    navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
+    (in_order,) = (part["In this order"] for part in navigation if "In this order" in part)
+    entries = [entry for part in in_order for entry in part.items()]
+    row = re.compile(r"^\| (\d+\. )\[(.*?)\]\((\w+\.md)\) \|", re.MULTILINE)
+    listed = [(number + title, page) for number, title, page in row.findall(PAGES["docs/index.md"])]
+    assert listed == entries
+    assert len(entries) <= 10
+    for _, page in entries:
+        assert PAGES[f"docs/{page}"].split("\n\n")[1].startswith("After this page you "), page
 
 
 def test_programs_that_are_run_otherwise_are_still_shown():
