@@ -131,14 +131,15 @@ def draw(runs: Sequence[Run], unit: str = STEP, nested: bool = False) -> str:
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{unit}</text>')
     parts.append('<text x="8" y="18">loss (nats per token)</text>')
     for index, run in enumerate(runs):
-        width = 1.5 + 3 * nested * (len(runs) - 1 - index)
+        width = 1.5 + 5 * nested * (len(runs) - 1 - index)
         parts += _draw_run(run, COLOURS[index % len(COLOURS)], width, index, x, y)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _draw_run(run: Run, colour: str, width: float, index: int, x: Scale, y: Scale) -> list[str]:
     line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train or run.evaluation)
-    parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>']
+    stroke = f'stroke="{colour}" stroke-width="{width:g}" stroke-linejoin="round"'
+    parts = [f'<polyline points="{line}" fill="none" {stroke}/>']
     for step, loss in run.evaluation:
         centre = f'cx="{x(step):.1f}" cy="{y(loss):.1f}"'
         parts.append(f'<circle {centre} r="4" fill="white" stroke="{colour}" stroke-width="2"/>')
