@@ -4,8 +4,8 @@
 
 A hundred million parameters learn the source of Python's standard library, from the same weights
 and batches: without stages, and over four stages under three schedules, each of another engine. All
-compute in float32 on four simulated devices. Writes same_loss.svg. Takes a quarter of an hour on two
-cores; with `model.embed_dim=64 model.mlp_dim=128` a few minutes.
+compute in float32 on four simulated devices. Writes same_loss.svg. Takes a quarter of an hour on
+two cores; with `model.embed_dim=64 model.mlp_dim=128` a few minutes.
 """
 
 import sys
