@@ -296,15 +296,15 @@ LIMITS = (
     Limit(
         "leave it out; docs/finetuning.md and docs/data.md say what the result may have instead",
         off="use_sft use_chat_template lora_input_adapters_path hf_lora_adapter_path lora_rank "
-        "load_full_state_path hf_data_dir",
+        "load_full_state_path hf_data_dir enable_rampup_batch_size",
         values={"train_data_columns": ["text"], "tokenize_train_data": True},
     ),
     Limit(
         "leave it out; it has no counterpart",
         off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data "
         "use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco "
-        "weight_sparsity_n weight_sparsity_m trainable_parameters_mask enable_rampup_batch_size "
-        "reuse_example_batch adam_eps_root",
+        "weight_sparsity_n weight_sparsity_m trainable_parameters_mask reuse_example_batch "
+        "adam_eps_root",
         values={"training_objective": "causal_lm"},
     ),
     Limit(

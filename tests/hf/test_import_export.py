@@ -253,10 +253,16 @@ def test_card_says_what_the_run_says_about_itself():
     card = model_card(config, record, **facts)
     assert "AutoTokenizer" not in card
     assert "evaluation loss" not in card
-    for text in ("trained with maxpipe.", "from random weights", "learning rate 0.001 |"):
+    for text in (
+        "trained with maxpipe.",
+        "200 steps of 2,048 tokens from random weights",
+        "0.001 |",
+    ):
         assert text in card
     mixture = [{"source": "text", "weight": 1}, {"source": "jsonl", "weight": 3}]
-    other = replace(config, **{"data.mixture": mixture, "init_from": "run:runs/base"})
-    card = model_card(other, record, **facts)
-    assert "| data | 0.25 text + 0.75 jsonl |" in card
+    keys = {"data.mixture": mixture, "data.mixture_changes": [[9, 1, 1]]}
+    keys |= {"data.batch_ramp": [[0, 4], [100, 16]], "init_from": "run:runs/base"}
+    card = model_card(replace(config, **keys), record, **facts)
+    assert "| data | 0.25 text + 0.75 jsonl, after step 9 0.5 text + 0.5 jsonl |" in card
+    assert "200 steps with 256,000 tokens in all from" in card
     assert "from the weights of another run" in card

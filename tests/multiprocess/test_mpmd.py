@@ -90,12 +90,15 @@ def evaluations(root):
 @pytest.mark.slow
 def test_train_in_two_processes_goes_on_with_sequential_engine_and_back(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    code, output = run(tmp_path / "whole.log", command(whole, *RUN, *SEQUENTIAL))
+    ramp = "data.batch_ramp=[[0,8],[1,16],[3,32]]"
+    code, output = run(tmp_path / "whole.log", command(whole, *RUN, *SEQUENTIAL, ramp))
     assert code == 0, output
-    words = command(parts, *RUN, *STAGES)
+    words = command(parts, *RUN, *STAGES, ramp)
     output = in_two_processes(tmp_path, [*words, "stop_after=2"], "before")
     assert "transfers between processes: jax.device_put, over sockets" in output
-    code, output = run(tmp_path / "one.log", command(parts, *RUN, *SEQUENTIAL, "stop_after=3"))
+    code, output = run(
+        tmp_path / "one.log", command(parts, *RUN, *SEQUENTIAL, ramp, "stop_after=3")
+    )
     assert code == 0, output
     assert "resumed after step 2" in output
     assert "resumed after step 3" in in_two_processes(tmp_path, words, "after")

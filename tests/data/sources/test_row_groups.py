@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from helpers.hub import COMMIT, hub_of
 from helpers.runs import losses
 from helpers.training_process import ONE_LAYER, train_here
 
-from maxpipe.config import Config, load, replace
+from maxpipe.config import Config, load, replace, resolve
 from maxpipe.config.errors import ConfigError
 from maxpipe.data import block_order
 from maxpipe.data.block_order import BlockOrder
@@ -21,6 +22,7 @@ from maxpipe.data.check import SOUND, check
 from maxpipe.data.documents import Blocks
 from maxpipe.data.loader import make_loader
 from maxpipe.storage import object_store, row_groups
+from maxpipe.training.phases import config_after, dealt, first_position
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -202,3 +204,24 @@ def test_training_of_nanochats_and_finewebs_layout_resumes_to_the_bit(tmp_path, 
     write(path / "sample" / "10BT", texts[::-1])
     assert train_here(tmp_path / "cut", *words, "steps=6") == 2
     assert "data.path: is not what the checkpoints" in capsys.readouterr().err
+
+
+def test_batches_that_grow_read_no_document_of_a_stream_twice(tmp_path):
+    ramp = [[0, 2], [3, 4], [6, 8]]
+    config = config_of(write(tmp_path / "corpus", texts_of(330)), batch=8, batch_ramp=ramp)
+    config = resolve(replace(config, **{"pipeline.engine": "sequential"}), 1)
+    position, found = first_position(config, 330), []
+    for step in (0, 3, 6):
+        now = config_after(config, step)
+        rows = now.data.global_batch_size
+        position = dealt(position, rows, 330) if step else position
+        batches, states = take(make_loader(now, "train", range(rows), position), 3)
+        position = states[-1]
+        texts = np.concatenate([batch["targets"] for batch in batches], axis=1)
+        found += re.findall(r"(?<=\n)[0-9a-f]+(?=:)", read(texts))
+    assert position[:, 0].max() == 0, "the test should not reach the next epoch"
+    assert len(found) == len(set(found)) > 150
+
+
+def read(ids):
+    return "\n".join("".join(chr(i) if i < 256 else "\n" for i in row) for row in ids)
