@@ -50,8 +50,9 @@ def begin_phase(
     if len(position) != size:
         check_state(position, range(len(position)), num_documents, len(position))
         if size % len(position):
-            problem = f"{size} is no multiple of the {len(position)} sequences of the checkpoint"
-            raise ConfigError(Problem("data.batch_ramp", problem))
+            problem = f"has {size} sequences after step {run.step}, where the checkpoint has"
+            remedy = f"{len(position)}: give a multiple of these"
+            raise ConfigError(Problem("data.batch_ramp", f"{problem} {remedy}"))
         position = dealt(position, size, num_documents)
     # 2. The step.
     if size != run.place.num_rows:

@@ -91,9 +91,9 @@ ENGINES = {
 def start(tmp_path):
     """start(name, engine, *words) -> directory of the run and what it printed."""
 
-    def _start(name, engine="sequential", *words):
+    def _start(name, engine="sequential", *words, code=0):
         own = [*ENGINES[engine], f"pipeline.engine={engine}", f"output_dir={tmp_path / name}"]
-        return tmp_path / name / "base", train([*RUN, *own, *words])
+        return tmp_path / name / "base", train([*RUN, *own, *words], code)
 
     return _start
 
@@ -115,6 +115,9 @@ def test_run_stopped_next_to_each_change_resumes_with_the_same_bits(start):
     root, _ = start("whole", "sequential", *words)
     eras = StepsDirectory(root / "checkpoints").record(6).meta[ERAS]
     assert [weights for weights, _ in eras] == [[1, 9], [9, 1]]
+    words = *words[:2], "data.batch_ramp=[[0, 8], [9, 16]]", "steps=7"
+    _, printed = start("whole", "sequential", *words, code=2)
+    assert "has 8 sequences after step 6, where the checkpoint has 16: give a multiple" in printed
 
 
 def test_batches_grow_alike_on_all_engines_and_across_them(start):
