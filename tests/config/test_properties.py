@@ -3,7 +3,7 @@
 import string
 
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import Config, ConfigError, load, resolve, to_yaml
@@ -26,6 +26,7 @@ fast = settings(
 
 
 @fast
+@example(["__dict__=-1"], 1, 1)
 @given(words, st.sampled_from([1, 2, 3, 4, 6, 8, 64, 720]), st.sampled_from([1, 2]))
 def test_any_overrides_give_a_config_or_a_config_error(base, overrides, devices, slices):
     try:

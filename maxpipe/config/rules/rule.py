@@ -89,8 +89,8 @@ def _guarded(section: Any, unusable: Set[str]) -> Any:
         return object.__getattribute__(self, name)
 
     guarded: Any = object.__new__(type("Guarded", (type(section),), {"__getattribute__": read}))
-    values = {name: _guarded(v, inside.get(name, set())) for name, v in vars(section).items()}
-    vars(guarded).update(values)
+    for name, value in vars(section).items():
+        object.__setattr__(guarded, name, _guarded(value, inside.get(name, set())))
     return guarded
 
 
