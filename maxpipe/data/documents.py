@@ -271,8 +271,8 @@ class EncodedDocuments:
     """Documents as token ids, framed by the tokenizer's begin and end of document unless they have
     them, or are `MarkedText`.
 
-    Ids from `vocab_size` on are refused: JAX would silently clamp them. With `skips_bad` a
-    `BadDocument` counts as an empty document instead of ending the run.
+    Ids below 0 or from `vocab_size` on are refused: JAX would silently clamp them. With `skips_bad`
+    a `BadDocument` counts as an empty document instead of ending the run.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class EncodedDocuments:
         """Return [begin..., tokens..., eos], all of them targets, or nothing if it has no tokens.
 
         A `MarkedText` has its own tokens; those that overlap one of its spans are targets. Raises
-        BadDocument unless bad documents are skipped, ConfigError for an id beyond the vocabulary.
+        BadDocument unless bad documents are skipped, ConfigError for an id outside the vocabulary.
         """
         try:
             return self.encode(self.documents[index])
@@ -326,7 +326,9 @@ class EncodedDocuments:
         return Encoded(framed, np.ones(len(framed), np.float32))
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.max() >= self._vocab_size or ids.min() < 0:
+        if ids.min() < 0:
+            raise path_error(f"a document holds the token id {ids.min()}; write ids from 0 on")
+        if ids.max() >= self._vocab_size:
             message = (
                 f"{self._vocab_size} is too small for the data: a document holds token ids "
                 f"{ids.min()} to {ids.max()}; raise it, or check that data.tokenizer made them"

@@ -81,24 +81,28 @@ def find_files(
     return [*each_once(local), *copies]
 
 
-def files_of(config: DataConfig, source: str) -> list[str]:
-    """Return the files of `data.path` for a source of the catalogue, none of which is empty."""
+def files_of(config: DataConfig, source: str, may_be_empty: bool = False) -> list[str]:
+    """Return the files of `data.path` for a source; none is empty, unless they `may_be_empty`."""
     facts = SOURCES[source]
     if facts.companion and is_remote(config.path):
         # A copy has another name, so it would lose its index and with it the ends of documents.
         raise path_error("token files must be on this machine; copy them with their indices")
     path = full_names(config.path, facts)
-    return require_content(find_files(path, facts.suffixes, config.cache_dir, config.cache_limit))
+    files = find_files(path, facts.suffixes, config.cache_dir, config.cache_limit)
+    return files if may_be_empty else require_content(files)
 
 
 def full_names(path: str, facts: DataSource) -> str:
-    """Return `data.path` with a directory, PREFIX or its companion as files of the one ending."""
+    """Return `data.path` with PREFIX or its companion, but no directory, as the file of PREFIX."""
     if not facts.by_prefix:
         return path
     (ending,) = facts.suffixes
-    names = [p.removesuffix(ending).removesuffix(facts.companion) for p in parts_of(path)]
-    names = [f"{glob.escape(n)}/**/*" if isdir(os.path.expanduser(n)) else n for n in names]
-    return ",".join(name + ending for name in names)
+    names = []
+    for part in parts_of(path):
+        name = part.removesuffix(ending).removesuffix(facts.companion) + ending
+        is_directory = isdir(os.path.expanduser(part)) and not isfile(os.path.expanduser(name))
+        names.append(part if is_directory else name)
+    return ",".join(names)
 
 
 def stored_files(path: str, suffixes: Sequence[str]) -> list[RemoteFile]:

@@ -252,11 +252,14 @@ def draws_of(
     config: DataConfig, sources: Sequence[Documents], changes: Sequence[Sequence[float]]
 ) -> Sequence[Sequence[float]]:
     """Return each source's draws per round for weights and for each change of them; raises
-    ConfigError if a source with a weight may have none.
+    ConfigError if a source with a weight may have none, or has no tokens.
     """
     if config.mixture_by == "documents":
         return [shares(weights) for weights in changes]
-    exact = np.array(changes) / [mean_targets(config, source) for source in sources]
+    means = [mean_targets(config, source) for source in sources]
+    if 0 in means:
+        raise ConfigError(Problem("data.mixture", f"entry {means.index(0) + 1} has no tokens"))
+    exact = np.array(changes) / means
     draws = exact / exact.sum(axis=1, keepdims=True) * ROUND
     some = np.where(draws > 0, draws, np.inf).min(axis=0)
     if some.min() * CYCLE < 1:

@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from maxpipe.config.catalog import PACKED
+from maxpipe.config.catalog import PACKED, SOURCES
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
 from maxpipe.config.terminal import at_end
@@ -36,6 +36,7 @@ _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
 _LIMIT = "data.cache_limit"
 _NAMES_SHOWN = 10  # of the files that are left out
+_COMPANIONS = tuple(facts.companion for facts in SOURCES.values() if facts.companion)
 _SHARE_OF_FREE_SPACE = 0.9  # that copies may take without a limit
 _PIECE = 1 << 20  # bytes of a file unpacked at a time
 READ_LIMIT = 1 << 16  # bytes read of a file for its digest
@@ -189,8 +190,8 @@ def each_once(names: Iterable[str]) -> list[str]:
 def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> list[str]:
     """Return the names that end in one of `suffixes`, in letters of either case; "" is any ending.
 
-    Lines on stderr say, once, which are left out, and which differ only in their endings. `names`
-    are of files below `place`, a directory, URL or glob, without hidden ones.
+    Lines on stderr say, once, which are left out, except indices, and which differ only in their
+    endings. `names` are of files below `place`, a directory, URL or glob, without hidden ones.
     """
     chosen: dict[str, list[str]] = {}  # by name without the ending
     left_out = []
@@ -198,7 +199,7 @@ def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> l
         ends = [len(suffix) for suffix in suffixes if name.lower().endswith(suffix)]
         if ends:
             chosen.setdefault(name[: len(name) - max(ends)], []).append(name)
-        else:
+        elif not name.endswith(_COMPANIONS):
             left_out.append(name)
     if left_out:
         remedy = f"not {shown(suffixes)}; files named by a glob are read whatever they end in"

@@ -19,5 +19,5 @@ def write_indexed(prefix: object, documents: list[list[list[int]]], dtype: str =
         file.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype]))
         file.write(struct.pack("<QQ", len(sizes), len(bounds)))
         file.write(struct.pack(f"<{len(sizes)}i", *(size // width for size in sizes)))
-        file.write(struct.pack(f"<{len(sizes)}q", *accumulate([0, *sizes[:-1]])))
+        file.write(struct.pack(f"<{len(sizes)}q", *[*accumulate(sizes, initial=0)][:-1]))
         file.write(struct.pack(f"<{len(bounds)}q", *bounds))

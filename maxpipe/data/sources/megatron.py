@@ -23,6 +23,7 @@ from maxpipe.data.sources.tokens import map_tokens
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
+_PAIR = r"([\d.]+(?:[eE][+-]?\d+)?)\s+(\S+)"  # weight and path, as Megatron-LM mixes files
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 
 
@@ -48,7 +49,7 @@ class IndexedFile:
         first, end = documents[index : index + 2].tolist()
         start = int(positions[first]) // np.dtype(dtype).itemsize if first < end else 0
         size = int(lengths[first:end].sum(dtype=np.int64))
-        return np.array(map_tokens(self._path, dtype)[start : start + size])
+        return np.array(map_tokens(self._path, dtype)[start : start + size] if size else [], dtype)
 
     def lengths(self) -> np.ndarray:
         _, lengths, _, documents = map_index(self._index)
@@ -63,18 +64,22 @@ def map_index(path: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     header = content[: _HEADER.size].tobytes().ljust(_HEADER.size)
     magic, version, code, sequences, documents = _HEADER.unpack(header)
     starts = [*accumulate((_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents))]
-    if (magic, version) != (_MAGIC, 1) or code not in _DTYPES or starts[-1] > len(content):
-        raise path_error(f"{path} is not Megatron-LM's index of token ids, or is cut short")
-    _, lengths, positions, bounds, _ = np.split(content, starts)
-    return _DTYPES[code], lengths.view("<i4"), positions.view("<i8"), bounds.view("<i8")
+    is_index = (magic, version) == (_MAGIC, 1) and code in _DTYPES and starts[-1] <= len(content)
+    if is_index:
+        _, lengths, positions, bounds, _ = np.split(content, starts)
+        bounds = bounds.view("<i8")
+        if bounds[:1].tolist() + bounds[-1:].tolist() == [0, sequences]:
+            return _DTYPES[code], lengths.view("<i4"), positions.view("<i8"), bounds
+    raise path_error(f"{path} is not Megatron-LM's index of token ids, or is cut short")
 
 
 def megatron(config: DataConfig) -> Concatenation:
     """Return the documents of the .bin files of `data.path` in sorted order; raises ConfigError if
-    one is empty or damaged, or lacks its index.
+    one is damaged or lacks its index.
     """
-    if re.match(r"[\d.]+\s", config.path):
-        pairs = re.findall(r"([\d.]+)\s+(\S+)", config.path)
+    if re.fullmatch(rf"(?:{_PAIR}(?:\s+|$)){{2,}}", config.path):
+        pairs = re.findall(_PAIR, config.path)
         entries = ", ".join(f"{{source: megatron, path: {p}, weight: {w}}}" for w, p in pairs)
         raise path_error(f'give a blend as data.mixture_by=tokens data.mixture="[{entries}]"')
-    return Concatenation([IndexedFile(path) for path in files_of(config, "megatron")])
+    paths = files_of(config, "megatron", may_be_empty=True)  # as of a shard without documents
+    return Concatenation([IndexedFile(path) for path in paths])

@@ -38,6 +38,23 @@ def test_files_are_named_by_prefix_ending_directory_or_glob_and_mapped(tmp_path)
     assert opened("megatron", tmp_path).lengths().tolist() == [len(ids) for ids in both]
 
 
+def test_directory_may_hold_links_to_itself_a_prefix_of_its_name_and_shards_without_tokens(
+    tmp_path, capsys
+):
+    web = tmp_path / "web"
+    web.mkdir()
+    write_indexed(web / "a", DOCUMENTS)
+    write_indexed(web / "b", [])
+    write_indexed(web / "c", [[], []])
+    for name in ("again", "and_again"):
+        (web / name).symlink_to(web)
+    assert read(web) == [*FLAT, [], []]
+    assert capsys.readouterr().err == ""  # indices are not files left out
+    write_indexed(tmp_path / "web", [[[11]]])
+    assert read(web) == [[11]]
+    assert read(f"{web}/") == [*FLAT, [], []]
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     def refused(message, path):
         with pytest.raises(ConfigError, match=rf"^data\.path: {message}"):
@@ -46,6 +63,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     write_indexed(tmp_path / "a", DOCUMENTS)
     tokens, index = ((tmp_path / f"a.{ending}").read_bytes() for ending in ("bin", "idx"))
     damaged = [index[:20], index[:-1], b"X" + index[1:], index[:9] + b"\2" + index[10:]]
+    damaged += [index[:26] + b"\0" + index[27:], index[:-8] + b"\5" + index[-7:]]  # documents
     damaged += [index[:17] + b"\7" + index[18:], index]  # floats; only tokens are missing
     for number, content in enumerate(damaged):
         (tmp_path / f"{number}.bin").write_bytes(tokens[:-2])
@@ -60,6 +78,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     refused("token files must be on this machine", "s3://bucket/a")
     blend = r'data.mixture_by=tokens data.mixture="\[{source: megatron, path: a, weight: 0\.3}, {'
     refused(f"give a blend as {blend}", "0.3 a 7 b")
+    refused("no file at '2024 web/a.bin'", "2024 web/a")
+    write_indexed(tmp_path / "a", [[[1, -2]]], "i4")
+    keys = {"source": "megatron", "path": f"{tmp_path}/a", "eval_fraction": 0.0}
+    loader = make_loader(
+        replace(Config(), **{f"data.{k}": v for k, v in keys.items()}), "train", [0]
+    )
+    with pytest.raises(ConfigError, match=r"^data\.path: a document holds the token id -2"):
+        next(loader)
+    loader.close()
 
 
 @pytest.fixture
@@ -92,7 +119,10 @@ def test_shares_of_tokens_are_those_asked_for(mixed, packing, length):
     np.testing.assert_allclose(counts / counts.sum(), [0.6, 0.3, 0.1], rtol=0.01)
 
 
-def test_source_too_rare_to_be_drawn_is_refused(mixed):
+def test_source_too_rare_to_be_drawn_or_without_tokens_is_refused(mixed):
     mixed.data.mixture[2]["weight"] = 1e-9
     with pytest.raises(ConfigError, match=r"^data\.mixture: entry 3 is less than 1 of 4,096,000"):
+        make_loader(mixed, "train", range(32))
+    write_indexed(mixed.data.mixture[0]["path"].removesuffix(".bin"), [[], []])
+    with pytest.raises(ConfigError, match=r"^data\.mixture: entry 1 has no tokens"):
         make_loader(mixed, "train", range(32))
