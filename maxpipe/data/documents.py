@@ -118,7 +118,7 @@ class Blocks(NamedTuple):
     """How documents are stored, if one cannot be read without those around it."""
 
     sizes: np.ndarray  # documents of each block, one after the other, int64 [blocks]
-    mean_bytes: float  # of a block in memory
+    mean_bytes: float  # in memory, of the block of a document
 
 
 class Concatenation:

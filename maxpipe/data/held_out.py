@@ -49,7 +49,7 @@ class Text:
 
     def __init__(self, encoder: EncodedDocuments, enough: float, row: int, packing: bool):
         self.num_documents = len(encoder)
-        order = order_of(encoder.documents, 0, shuffle=True)
+        order = order_of(encoder.documents, 0, shuffle=True, rows=1)
         read: dict[int, Encoded] = {}
         self.tokens = 0
         threads = STREAM_THREADS if getattr(encoder.documents, "blocks", None) else 1

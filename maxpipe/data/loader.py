@@ -27,6 +27,7 @@ from maxpipe.data.documents import (
 )
 from maxpipe.data.files import path_error
 from maxpipe.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, needed_ids
+from maxpipe.storage.object_store import closing
 
 if TYPE_CHECKING:
     import grain
@@ -76,8 +77,10 @@ class Loader(Iterator["Batch"]):
 
     def close(self) -> None:
         """Stop threads and worker processes; may be called twice."""
+        closing.set()
         for iterator in self._iterators:
             iterator.close()
+        closing.clear()
         if self._skipped and not self._is_closed:
             count = f"{len(self._skipped):,} of {self.num_documents:,} documents were skipped"
             print(f"{count} (data.on_bad_document=skip)", file=sys.stderr, flush=True)

@@ -223,10 +223,10 @@ def shares(weights: Sequence[float]) -> list[int]:
     return counts.tolist()
 
 
-def order_of(documents: Documents, seed: int, shuffle: bool, rows: int = 1) -> Order:
-    """Return the order of documents for a batch of `rows` rows."""
+def order_of(documents: Documents, seed: int, shuffle: bool, rows: int, share: float = 1) -> Order:
+    """Return the order of documents for a batch of `rows` rows; `share` is `BlockOrder`'s."""
     if shuffle and (blocks := getattr(documents, "blocks", None)):
-        return BlockOrder(blocks, seed, rows)
+        return BlockOrder(blocks, seed, rows, share)
     return DocumentOrder(len(documents), seed, shuffle)
 
 
@@ -240,8 +240,8 @@ def open_mixture(
     if not is_mixed(config, split):
         (documents,) = sources
         return documents, order_of(documents, seed, config.shuffle, rows)
-    # A draw of a source may be any row's.
-    orders = [order_of(source, seed, config.shuffle) for source in sources]
+    share = 1 / len(sources) / 2  # a draw may be any row's, and some rows get ahead of others
+    orders = [order_of(source, seed, config.shuffle, 1, share) for source in sources]
     weights = [entry["weight"] for entry in config.mixture]
     draws, *later = draws_of(config, sources, [weights, *(era.weights for era in eras)])
     eras = [Era(own, era.unread) for own, era in zip(later, eras, strict=True)]
@@ -440,6 +440,12 @@ class RowIterator(grain.DatasetIterator):
         deque(each(fill, range(len(self._streams)), self._streams), maxlen=0)
         skipped = source.documents.take_skipped()
         return batch, self.get_state()["rows"], json.dumps(skipped) if skipped else ""
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        super().close()
 
     def get_state(self) -> dict[str, np.ndarray]:
         return {"rows": np.array([stream.state for stream in self._streams], np.int64)}

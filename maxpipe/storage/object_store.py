@@ -21,6 +21,8 @@ WAITS = (1, 2, 4, 8, 16, 32)  # seconds between attempts to read
 _HUB, _PATH = "hf", "data.path"
 DEADLINE = "checkpoint.mirror_deadline_seconds"
 
+closing = threading.Event()  # while it is set, `patiently` makes no further attempt
+
 Answer = TypeVar("Answer")
 
 _S3_TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
@@ -136,11 +138,11 @@ def patiently(call: Callable[[], Answer], url: str, lasting: type[Exception]) ->
         except (lasting, FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            if pause is None:
+            if pause is not None and not closing.is_set():
+                line = f"{url} cannot be read, next attempt in {pause} s: {error}"
+                print(redacted(line), file=sys.stderr, flush=True)
+            if pause is None or closing.wait(pause):
                 raise OSError(f"{type(error).__name__}: {error}") from error
-            line = f"{url} cannot be read, next attempt in {pause} s: {error}"
-            print(redacted(line), file=sys.stderr, flush=True)
-            time.sleep(pause)
     raise AssertionError
 
 

@@ -190,7 +190,7 @@ def _stored(part: str, cache_dir: str) -> list[RemoteFile]:
     urls = [str(url) for url in files.get(split, [])]
     others = [url for url in urls if not url.lower().endswith(SUFFIXES)]
     if others or not urls:
-        there = ", ".join(files)
+        there = ", ".join(map(str, files))
         reason = f"has {others[0]}" if others else f"has the splits {there or 'of a script'}"
         raise path_error(f"{part} {reason}; data.stream reads *.parquet of a whole split")
     if Path(name).is_dir():

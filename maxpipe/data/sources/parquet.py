@@ -17,8 +17,8 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Blocks, Concatenation, bad_document
 from maxpipe.data.files import files_of, path_error, stored_files
+from maxpipe.data.row_groups import RowGroupFile, footer, import_pyarrow, reading
 from maxpipe.storage.local_files import RemoteFile, local_copy, version_of
-from maxpipe.storage.row_groups import RowGroupFile, footer, import_pyarrow, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -150,7 +150,7 @@ def streamed(
     with ThreadPoolExecutor(_THREADS) as pool:
         tables = [*pool.map(open_one, files)]
     rows = np.concatenate([table.rows for table in tables])
-    mean_bytes = sum(table.bytes.sum() for table in tables) / max(len(rows), 1)
+    mean_bytes = sum(table.bytes @ table.rows for table in tables) / max(rows.sum(), 1)
     parts = [RowDocuments(file.name, table) for file, table in zip(files, tables, strict=True)]
     return Concatenation(parts, Blocks(rows, mean_bytes))
 

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,12 +18,12 @@ from helpers.training_process import ONE_LAYER, train_here
 
 from maxpipe.config import Config, load, replace, resolve
 from maxpipe.config.errors import ConfigError
-from maxpipe.data import block_order
+from maxpipe.data import block_order, row_groups
 from maxpipe.data.block_order import BlockOrder
 from maxpipe.data.check import SOUND, check
 from maxpipe.data.documents import Blocks
 from maxpipe.data.loader import make_loader
-from maxpipe.storage import object_store, row_groups
+from maxpipe.storage import object_store
 from maxpipe.training.phases import config_after, dealt, first_position
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
@@ -73,6 +75,12 @@ def test_block_order_has_every_document_once_in_an_epoch(large, monkeypatch):
             assert epochs[0] != epochs[1] or len(sizes) == 1
 
 
+def test_block_order_of_few_documents_in_each_block_is_fast():
+    order, start = BlockOrder(Blocks(np.full(500, 10), 1), 3, rows=64), time.process_time()
+    assert len({order(0, position) for position in range(2000)}) == 2000
+    assert time.process_time() - start < 1, "grain's index_shuffle takes 4 s"
+
+
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_loader_of_a_stream_resumes_from_every_state_in_other_processes(is_mixed, tmp_path):
     path = write(tmp_path / "corpus", texts_of(330))
@@ -116,6 +124,53 @@ def test_an_epoch_reads_row_groups_once_and_holds_few(batch, is_shared, tmp_path
     assert sum(size for size, _ in row_groups._HELD._held.values()) <= row_groups.HELD
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_row_groups_of_unequal_size_are_read_about_once(is_mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxpipe.data.rows.ROUND", 50)  # half a row group
+    monkeypatch.setattr(row_groups, "HELD", 16_000)
+    monkeypatch.setattr(block_order, "OPEN", 8000)  # four large row groups, or nine of mean size
+    monkeypatch.setattr(row_groups, "_HELD", cache := row_groups._RowGroups())
+    monkeypatch.setattr(row_groups, "_read_group", reads := Mock(wraps=row_groups._read_group))
+    texts = [f"{i:04}" * (3 + i % 3) for i in range(6120)]  # rows do not get far ahead of others
+    path = write(tmp_path / "corpus", texts, rows=100, files=60)  # of 100 and 2
+    config = config_of(path, 16, sequence_length=128, prefetch=1)
+    if is_mixed:
+        globs = [f"{path}/shard_000[{digits}]*" for digits in ("0-2", "3-5")]
+        mixture = [{"source": "parquet", "path": glob, "weight": 1} for glob in globs]
+        config = replace(config, **{"data.mixture": mixture, "data.path": ""})
+    loader = make_loader(config, "train", range(16))
+    while loader.state[:, 0].min() < 1:
+        next(loader)
+    epochs = (loader.state[:, 0] + loader.state[:, 1] / 6120).mean()
+    loader.close()
+    assert reads.call_count < 1.5 * epochs * 120
+    assert all(size == read.result().nbytes for size, read in cache._held.values())
+
+
+def test_replaced_file_and_missing_split_end_the_run_with_a_remedy(tmp_path):
+    path = write(tmp_path / "corpus", texts_of(90))
+    documents = opened("parquet", path, stream=True)
+    write(path, texts_of(120))
+    with pytest.raises(ConfigError, match="has changed since the start; start again"):
+        documents[0]
+    pytest.importorskip("datasets", reason="needs the extra `datasets`")
+    with pytest.raises(ConfigError, match=r"has the splits train; data.stream reads"):
+        opened("datasets", f"hf:{path}::train[:10%]", stream=True)
+
+
+def test_closing_a_loader_does_not_wait_for_a_store(tmp_path, monkeypatch):
+    path, fail = write(tmp_path / "corpus", texts_of(90)), Mock(side_effect=OSError("503"))
+    monkeypatch.setattr(object_store, "WAITS", (20,))
+    read = partial(object_store.patiently, fail, "s3://bucket/file", KeyError)
+    monkeypatch.setattr(row_groups, "_read_group", lambda *_: read())
+    loader = make_loader(config_of(path), "train", range(6))
+    while not fail.called:
+        time.sleep(0.1)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < 10
+
+
 def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, monkeypatch, capsys):
     s3.create_bucket(Bucket="stream")
     texts = ["é" * i * 100 for i in range(60)]
@@ -145,6 +200,11 @@ def test_stream_from_a_store_reads_footers_once_and_then_ranges(s3, tmp_path, mo
         documents[0]
     assert type(caught.value) is ConfigError  # no BadDocument: another start may read it
     assert documents[0] == texts[0]
+    for copy in (tmp_path / "cache" / "footers").iterdir():
+        copy.write_bytes(b"damaged")
+    row_groups.footer.cache_clear()
+    row_groups._HELD = row_groups._RowGroups()
+    assert all_of(opened("parquet", "s3://stream/sample", **keys)) == texts
 
 
 FILES = {"sample-10BT": [{"split": "train", "path": "shard_*"}], "lines": "lines.jsonl"}

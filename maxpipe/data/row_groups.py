@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
-from maxpipe.storage.local_files import RemoteFile, cache_directory, write_atomically
+from maxpipe.data.files import path_error
+from maxpipe.storage.local_files import RemoteFile, cache_directory, local_file, write_atomically
 from maxpipe.storage.object_store import is_remote, opened, patiently
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class RowGroupFile:
     """The rows of a parquet file, of one column.
 
     Attributes:
-      rows, bytes: rows of each row group, and uncompressed size of its column, int64 [row groups].
+      rows, bytes: rows of each row group, and about what its column takes in memory (text that
+        repeats takes more), int64 [row groups].
     """
 
     def __init__(self, file: RemoteFile, column: str, cache_dir: str):
@@ -44,9 +45,13 @@ class RowGroupFile:
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         leaves = [i for i, path in enumerate(paths) if path.split(".")[0] == column]
-        sizes = [sum(g.column(i).total_uncompressed_size for i in leaves) for g in groups]
+        chunks = [[group.column(i) for i in leaves] for group in groups]
+        stored = [sum(chunk.total_uncompressed_size for chunk in each) for each in chunks]
+        counts = [sum(chunk.num_values for chunk in each) for each in chunks]
+        types = {metadata.schema.column(i).physical_type for i in leaves}
+        width = 8 if "INT64" in types else 4  # bytes of a token id, of which a file stores bits
         self.rows = np.array([group.num_rows for group in groups], np.int64)
-        self.bytes = np.array(sizes, np.int64)
+        self.bytes = np.maximum(stored, np.multiply(counts, width)).astype(np.int64)
         self._ends = np.cumsum(self.rows)
 
     def __len__(self) -> int:
@@ -67,17 +72,20 @@ class _RowGroups:
         self._lock = threading.Lock()
         self._held: OrderedDict[object, tuple[int, Future[pa.Table]]] = OrderedDict()
 
-    def get(self, key: object, size: int, read: "Callable[[], pa.Table]") -> "pa.Table":
+    def get(self, key: object, estimate: int, read: "Callable[[], pa.Table]") -> "pa.Table":
         with self._lock:
             is_new = key not in self._held
-            _, table = self._held.setdefault(key, (size, Future()))
+            _, table = self._held.setdefault(key, (estimate, Future()))
             self._held.move_to_end(key)
             total = sum(size for size, _ in self._held.values()) if is_new else 0
             while total > HELD and len(self._held) > 2:
                 total -= self._held.popitem(last=False)[1][0]
         if is_new:
             try:
-                table.set_result(read())
+                new = read()
+                with self._lock:
+                    self._held[key] = new.nbytes, table
+                table.set_result(new)
             except BaseException as error:
                 with self._lock:
                     self._held.pop(key, None)
@@ -106,7 +114,7 @@ def footer(file: RemoteFile, cache_dir: str) -> "FileMetaData":
         return _reading(file, parquet.read_metadata)
     name = hashlib.sha256(f"{file.name}\0{file.etag}".encode()).hexdigest()[:24]
     path = cache_directory(cache_dir) / "footers" / f"{name}.parquet"
-    if path.is_file():
+    with suppress(import_pyarrow().ArrowException, OSError):  # none there, or a damaged one
         return parquet.read_metadata(path)
     metadata = _reading(file, parquet.read_metadata)
     metadata.write_metadata_file(copy := io.BytesIO())
@@ -121,6 +129,8 @@ def _reading(file: RemoteFile, read: Callable[[Any], Read]) -> Read:
     lasting = import_pyarrow().ArrowException
     with reading(file.name):
         if not is_remote(file.name):
+            if local_file(file.name) != file:
+                raise path_error(f"{file.name} has changed since the start; start again")
             return read(file.name)
         return patiently(lambda: read(opened(file.name, file.size)), file.name, lasting)
 
@@ -131,8 +141,7 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except (import_pyarrow().ArrowException, OSError) as error:  # the latter for damaged pages, too
-        message = f"{path} cannot be read as parquet: {error}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise path_error(f"{path} cannot be read as parquet: {error}") from error
 
 
 def import_pyarrow() -> ModuleType:
