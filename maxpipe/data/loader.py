@@ -47,7 +47,8 @@ class Loader(Iterator["Batch"]):
     assistant says in a conversation; segments from 1, 0 for padding; positions from 0 within each
     segment.
 
-    Iterator w of `iterators` yields (batch, state, skipped) of rows w::len(iterators).
+    Iterator w of `iterators` yields (batch, state, skipped) of rows w::len(iterators). `skipped`
+    holds the indices of all documents that were skipped, which `close` counts.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Loader(Iterator["Batch"]):
     ):
         self.num_documents = num_documents
         self._iterators = iterators
-        self._skipped: set[str] = set()
+        self.skipped: set[str] = set()
         self._is_closed = False
         self._state = state
 
@@ -65,9 +66,9 @@ class Loader(Iterator["Batch"]):
         self._state = _interleave(states)
         for reasons in filter(None, skipped):
             for index, reason in json.loads(reasons).items():
-                if index not in self._skipped and len(self._skipped) < SKIPPED_NAMED:
+                if index not in self.skipped and len(self.skipped) < SKIPPED_NAMED:
                     print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
-                self._skipped.add(index)  # all of them are counted
+                self.skipped.add(index)  # all of them are counted
         return {name: _interleave([batch[name] for batch in batches]) for name in batches[0]}
 
     @property
@@ -81,8 +82,8 @@ class Loader(Iterator["Batch"]):
         for iterator in self._iterators:
             iterator.close()
         closing.clear()
-        if self._skipped and not self._is_closed:
-            count = f"{len(self._skipped):,} of {self.num_documents:,} documents were skipped"
+        if self.skipped and not self._is_closed:
+            count = f"{len(self.skipped):,} of {self.num_documents:,} documents were skipped"
             print(f"{count} (data.on_bad_document=skip)", file=sys.stderr, flush=True)
         self._is_closed = True
 

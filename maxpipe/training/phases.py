@@ -60,9 +60,11 @@ def begin_phase(
         run.place = BatchPlacer(mesh, run.trainer.batch_spec, size)
         tokens = size * config.data.sequence_length
         run.recorder.new_batch(run.step, tokens, peak_seconds(config, mesh))
-    # 3. The loader.
+    # 3. The loader; skipped documents are named once, and counted at the end.
+    skipped, run.loader.skipped = run.loader.skipped, set()
     run.loader.close()
     run.loader = make_loader(config, "train", run.place.rows, position[run.place.rows], eras)
+    run.loader.skipped = skipped
 
 
 def config_after(c: Config, step: int) -> Config:

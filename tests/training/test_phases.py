@@ -1,16 +1,18 @@
 """Batches that grow and mixtures that change: what is read, exact resume, equal on all engines."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from helpers.runs import assert_same_run, losses, rows, saved, train
 from helpers.training_process import BASE, TINY
 
 from maxpipe.checkpoint.steps import StepsDirectory
-from maxpipe.config import load, resolve
+from maxpipe.config import Config, load, replace, resolve
 from maxpipe.data.documents import Encoded
-from maxpipe.data.loader import initial_state
+from maxpipe.data.loader import initial_state, make_loader
 from maxpipe.data.rows import DocumentOrder, Era, MixedOrder, RowStream, shares
-from maxpipe.training.phases import ERAS, config_after, dealt, first_unread
+from maxpipe.training.phases import ERAS, begin_phase, config_after, dealt, first_unread
 
 SIZES = [4000, 6000, 5000]
 FIRSTS = [0, 4000, 10000]
@@ -142,3 +144,23 @@ def test_smaller_batches_keep_microbatches_of_pipelines_as_far_as_they_divide():
         found = [config_after(config, step).pipeline.num_microbatches for step in range(3)]
         assert found == expected, words
     assert [config.data.sequences(steps) for steps in range(5)] == [0, 4, 16, 40, 64]
+
+
+def test_documents_skipped_in_several_phases_are_named_once_and_counted_at_the_end(tmp_path, capfd):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\nbad\n{"text": "b"}\n')
+    keys = {"source": "jsonl", "path": str(file), "eval_fraction": 0.0, "on_bad_document": "skip"}
+    keys |= {"global_batch_size": 2, "sequence_length": 8}
+    config = replace(Config(), **{f"data.{key}": value for key, value in keys.items()})
+    run = SimpleNamespace(
+        config=config, step=0, meta={}, loader=make_loader(config, "train", [0, 1])
+    )
+    run.place = SimpleNamespace(rows=[0, 1], num_rows=2)
+    run.recorder = SimpleNamespace(print_line=lambda line: None)
+    for run.step in (20, 40):
+        for _ in range(20):
+            next(run.loader)
+        begin_phase(None, None, run)
+    run.loader.close()
+    said = capfd.readouterr().err
+    assert said.count("not a JSON object") == said.count("1 of 3 documents were skipped") == 1
