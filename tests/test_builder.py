@@ -61,7 +61,7 @@ def in_file(tmp_path):
     return _in_file
 
 
-MPMD = {"pipeline.engine": "mpmd"}
+MPMD, SCHEDULED = {"pipeline.engine": "mpmd"}, {"pipeline.engine": "scheduled"}
 
 
 def refusal(config):
@@ -72,7 +72,7 @@ def refusal(config):
 
 def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(in_file):
     values = in_file("zb_v", 2)
-    assert "pipeline.engine=mpmd runs it" in refusal(tiny(**values))
+    assert "pipeline.engine=mpmd runs it" in refusal(tiny(**values, **SCHEDULED))
     config = tiny(**values, **MPMD)
     decisions = []
     table = build_trainer(config, make_mesh(config), note=decisions.append).engine.table
@@ -85,8 +85,8 @@ def test_trainer_with_a_split_backward_table_file_refuses_what_hides_products(in
     values = in_file("zb_h1")
     scanned = tiny(**values, **MPMD, **{"pipeline.scan_layers_per_stage": True})
     assert "pipeline.scan_layers_per_stage: true hides the layers" in refusal(scanned)
-    assert "pipeline.remat_policy: full keeps no result" in refusal(tiny(**values))
-    config = tiny(**values, **{"pipeline.remat_policy": "minimal"})
+    assert "remat_policy: full keeps no result" in refusal(tiny(**values, **SCHEDULED))
+    config = tiny(**values, **SCHEDULED, **{"pipeline.remat_policy": "minimal"})
     assert isinstance(build_trainer(config, make_mesh(config)), SpmdTrainer)
 
 

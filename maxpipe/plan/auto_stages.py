@@ -58,11 +58,12 @@ def run_table(config: Config) -> Table:
     """Build the table that is simulated, or raise ScheduleError.
 
     A lockstep one loses its ticks on the MPMD engine: no stage waits for a tick there; only the
-    order of units on each stage remains.
+    order of units on each stage remains. On a lockstep engine, stages wait for each other in the
+    ticks of any table.
     """
-    table = build_table(config)
-    if ENGINES[config.pipeline.engine].one_program or not table.lockstep:
-        return table
+    table, engine = build_table(config), ENGINES[config.pipeline.engine]
+    if engine.one_program or not table.lockstep:
+        return replace(table, lockstep=True) if engine.lockstep else table
     ticks = {
         kind: np.where(t < 0, -1, len(KINDS) * t + KINDS.index(kind))
         for kind, t in table.ticks.items()

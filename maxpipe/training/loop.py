@@ -306,6 +306,7 @@ class StepLog:
         self._run = run
         self._pending: tuple[int, Metrics] | None = None
         self._since = self._begun = time.perf_counter()
+        self._seconds = 0.0  # of the last step
         self.skips = run.skips
         self.last_step = 0
         self.last_is_finite = True
@@ -321,11 +322,12 @@ class StepLog:
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Take a dispatched step's metrics, and wait for the step before it."""
-        # A dispatch may take as long as the step: mpmd's does where stages wait for each other.
-        # What was over when it ended is taken to have been over when it began.
+        # A dispatch may take as long as the step: mpmd's does where stages wait for each other. The
+        # step before, if it ended during the dispatch, is taken to have been as long as its own.
         arrays = [x for x in jax.tree.leaves(self._pending) if isinstance(x, jax.Array)]
         is_over = all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
-        self.finish(self._begun if is_over else None)
+        likely = min(max(self._since + self._seconds, self._begun), time.perf_counter())
+        self.finish(likely if is_over else None)
         self._pending = (step, metrics)
 
     def finish(self, ended: float | None = None) -> None:
@@ -341,7 +343,7 @@ class StepLog:
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         ended = time.perf_counter() if ended is None else ended
-        seconds, self._since = ended - self._since, ended
+        self._seconds, self._since = ended - self._since, ended
         self._run.supervision.finished_step(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")
@@ -355,7 +357,9 @@ class StepLog:
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
         stages = self._run.trainer.stage_seconds()
-        row = self._run.recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
+        row = self._run.recorder.step(
+            step, step_seconds=self._seconds, stage_seconds=stages, **values
+        )
         if self._run.on_step is not None:
             with jax.transfer_guard("allow"):  # a caller may look at arrays
                 self._run.on_step(step, row)

@@ -17,7 +17,7 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.load import build_table, times_of_chunks
+from maxpipe.pipeline.schedules.load import build_table, load_schedule, times_of_chunks
 from maxpipe.plan.auto_stages import (
     bubble_fraction,
     choose_stages,
@@ -170,6 +170,21 @@ def test_bubble_is_that_of_the_chunks_that_stages_hold():
     program = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
     step = 9 * 5 * times.layer + 8 * times.head / 2
     assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 - work / (2 * step))
+
+
+def test_bubble_of_columns_that_one_program_computes_as_ticks(tmp_path):
+    """1F1B of 2 stages and 4 microbatches has 2 columns with F, 6 with F and B, and 2 with B."""
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(load_schedule("1f1b", 2, 4)))
+    sizes = {"model.num_layers": 6, "pipeline.layers_per_stage": [3, 3]}
+    values = {"pipeline.num_microbatches": 4, "pipeline.schedule": str(path)}
+    config = config_of(2, **sizes, **values)
+    times = layer_times(config)
+    work = 4 * (6 * times.layer + times.head)  # of both stages
+    one_program = update(config, {"pipeline.engine": "scheduled"})
+    step = 8 * 3 * times.layer + 4 * times.head / 2
+    assert bubble_fraction(one_program) == pytest.approx(1 - work / (2 * step))
+    assert bubble_fraction(config) < bubble_fraction(one_program)
 
 
 def test_bubble_of_the_first_run():

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engines import tiny
@@ -393,3 +395,28 @@ def test_dispatch_that_takes_the_whole_step_counts_for_its_own_step(run, monkeyp
         monkeypatch.setattr(owner, name, partial(slow, getattr(owner, name), seconds))
     assert train(parts) == DONE
     assert parts.recorder.seconds == [2] * 6
+
+
+def test_step_that_ends_while_the_next_one_is_dispatched_slowly_keeps_its_length(run, monkeypatch):
+    parts = run.parts()
+    now, dispatched = [0.0], [0]  # a step takes 2 s of the devices; the third dispatch 2.1 s
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    step, get = parts.trainer.step, loop.jax.device_get
+
+    def dispatch(*arguments):
+        dispatched[0] += 1
+        now[0] += 2.1 if dispatched[0] == 3 else 0.1
+        state, metrics = step(*arguments)
+        with jax.transfer_guard("allow"):
+            return state, jax.tree.map(jnp.asarray, metrics)
+
+    def wait(metrics):
+        now[0] = max(now[0], 2.0 * (dispatched[0] - 1))
+        return get(metrics)
+
+    monkeypatch.setattr(parts.trainer, "step", dispatch)
+    monkeypatch.setattr(loop.jax, "device_get", wait)
+    is_ready = lambda array: now[0] >= 2 * (dispatched[0] - 1)
+    monkeypatch.setattr(type(jnp.zeros(())), "is_ready", is_ready)
+    assert train(parts) == DONE
+    assert parts.recorder.seconds[:5] == pytest.approx([2] * 5)

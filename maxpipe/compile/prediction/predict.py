@@ -29,7 +29,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, devices_per_chip, slice_of
 from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
-from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.plan.auto_stages import run_table
 from maxpipe.plan.simulate import simulate
 
 ESTIMATE = "estimated_cycles"
@@ -45,7 +45,7 @@ def predict(
 ) -> tuple[Prediction, Timeline]:
     """Predict the step of a compiled program; return the prediction and the timeline it sums up."""
     engine = ENGINES[config.pipeline.engine]
-    table = build_table(config) if engine.has_stages else None
+    table = run_table(config) if engine.has_stages else None
     phases = phases_of(lockstep_plan(table)) if table and engine.lockstep else []
     basis = basis_of(mesh, chip)
     taken = partial(times_taken, phases, global_share(config))

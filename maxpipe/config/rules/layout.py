@@ -1,8 +1,12 @@
 """Derive the engine; split layers over stages, and batches over microbatches and devices."""
 
+import csv
 import math
 import os
+import re
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS
@@ -26,6 +30,8 @@ MOST_BATCHES = 2**31 - 1  # of each source, where an evaluation has all
 SHARD_AXES = tuple(f"mesh.{level}.{axis}" for axis in _ROW_AXES for level in ("ici", "dcn"))
 _LAYOUT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
 _PARALLEL_LAYERS = "pipeline.parallel_layers"
+# Column of each kind within a lockstep tick of a CSV file.
+LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 def is_csv(schedule: str) -> bool:
@@ -36,9 +42,29 @@ def is_csv(schedule: str) -> bool:
 def engines_of(schedule: str) -> list[str]:
     """Return the engines that run a schedule or a CSV file, the preferred one first."""
     if is_csv(schedule):
-        return [name for name, engine in ENGINES.items() if engine.runs_csv]
+        able = [name for name, engine in ENGINES.items() if engine.runs_csv]
+        in_ticks = _has_lockstep_ticks(schedule)
+        return sorted(able, key=lambda engine: ENGINES[engine].lockstep != in_ticks)
     engines = SCHEDULES[schedule].engines if schedule in SCHEDULES else ()
     return [name for name in engines if name in ENGINES]
+
+
+def _has_lockstep_ticks(path: str) -> bool:
+    """Return whether the columns of a CSV file are lockstep ticks. Another file's columns have one
+    unit each, and a program that computes all kinds in each of them would idle most of the time.
+    """
+    try:
+        rows = [*csv.reader(Path(path).read_text("utf-8-sig").splitlines())]
+    except (OSError, ValueError, csv.Error):
+        return True  # whoever reads the units says what is wrong
+    cells = [(column, cell) for row in rows for column, cell in enumerate(row)]
+    return in_lockstep([(at, k) for at, cell in cells for k in re.findall(r"\d([FBIW])\d", cell)])
+
+
+def in_lockstep(units: Sequence[tuple[int, str]]) -> bool:
+    """Return whether units, given by column and kind, are in the columns of their kinds."""
+    width = 3 if any(kind == "W" for _, kind in units) else 2
+    return all(column % width == LOCKSTEP_COLUMN[kind] for column, kind in units)
 
 
 def schedules_of(engine: str) -> list[str]:

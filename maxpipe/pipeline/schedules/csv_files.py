@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.rules.layout import LOCKSTEP_COLUMN, in_lockstep
 from maxpipe.pipeline.schedules.order import RawUnit, place
 from maxpipe.pipeline.schedules.table import (
     IDLE,
-    LOCKSTEP_COLUMN,
     ScheduleError,
     Table,
     stages_of_chunks,
@@ -216,9 +216,8 @@ def _as_written(
     """Return a table with every unit in the tick of its column, which need not be valid."""
     num_stages, num_microbatches, num_repeats = file.sizes
     # A lockstep tick has a column for each kind: if one cell is elsewhere, columns are ticks.
-    width = 3 if any(cell.kind == "W" for cell in file.cells) else 2
-    lockstep = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
-    width = width if lockstep else 1
+    lockstep = in_lockstep([(cell.column, cell.kind) for cell in file.cells])
+    width = (3 if any(cell.kind == "W" for cell in file.cells) else 2) if lockstep else 1
     shape = (1 + max(cell.column for cell in file.cells) // width, num_stages)
     kinds = {"F", *(cell.kind for cell in file.cells)}
     if kinds == {"F"}:

@@ -45,8 +45,6 @@ from maxpipe.config.errors import RefusedError
 
 # In slot order, in which a lockstep tick runs them.
 KINDS = ("F", "B", "I", "W")
-# Column of each kind within a lockstep tick of a CSV file.
-LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 

@@ -17,13 +17,19 @@ def test_engine_auto_is_derived(resolved):
     assert {words: resolved(*words.split()).pipeline.engine for words in engines} == engines
 
 
-def test_schedule_csv_runs_on_the_scheduled_engine(resolved, problems, tmp_path):
+def test_schedule_csv_runs_on_the_engine_that_has_its_ticks(resolved, problems, tmp_path):
     path = tmp_path / "own.csv"
     assert problems(f"pipeline.schedule={path}") == {
         "pipeline.schedule": f"there is no file {path}"
     }
-    path.write_text("0F0,0B0\n")
-    assert resolved(f"pipeline.schedule={path}").pipeline.engine == "scheduled"
+    for units, engine in {
+        "0F0,0B0\n": "scheduled",
+        "0F0,,0F1,0B0,,0B1\n,1F0,,,1F1\n": "mpmd",
+        "0F0,0I0,0W0\n": "scheduled",
+        "0F0,0F1,0B0,0B1\n": "mpmd",
+    }.items():
+        path.write_text(units)
+        assert resolved(f"pipeline.schedule={path}").pipeline.engine == engine, units
 
 
 SPLIT = "pipeline.layers_per_stage"
