@@ -416,7 +416,7 @@ def test_step_that_ends_while_the_next_one_is_dispatched_slowly_keeps_its_length
 
     monkeypatch.setattr(parts.trainer, "step", dispatch)
     monkeypatch.setattr(loop.jax, "device_get", wait)
-    is_ready = lambda array: now[0] >= 2 * (dispatched[0] - 1)
-    monkeypatch.setattr(type(jnp.zeros(())), "is_ready", is_ready)
+    array = type(jnp.zeros(()))
+    monkeypatch.setattr(array, "is_ready", lambda _: now[0] >= 2 * (dispatched[0] - 1))
     assert train(parts) == DONE
     assert parts.recorder.seconds[:5] == pytest.approx([2] * 5)
