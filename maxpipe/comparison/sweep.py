@@ -144,11 +144,12 @@ def _run(command: Sequence[str]) -> int:
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None = None) -> None:
-        received.append(number)
+        if number != signal.SIGUSR2:  # which asks for a trace
+            received.append(number)
         if process is not None:
             process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    with handling(numbers_to_pass_on(), pass_on):
+    with handling([signal.SIGUSR2, *numbers_to_pass_on()], pass_on):
         # In a session of its own it gets each signal once, from here, and can finish and save.
         process = subprocess.Popen(
             command, start_new_session=True, preexec_fn=die_with_parent(os.getpid())

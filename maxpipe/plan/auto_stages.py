@@ -99,13 +99,16 @@ def bubble_fraction(config: Config) -> float:
 
 def slowest_stage(config: Config) -> str:
     """Return which stage takes over 10 % more than the mean and what helps; "" if none does."""
-    stage, excess = predict(config).run.slowest
+    run = predict(config).run
+    stage, excess = run.slowest
     if excess <= 0.1:
         return ""
+    has_head = stage == run.table.stage_of_chunk[-1] and not run.table.lockstep
+    head = " with the head" if has_head else ""
     # Larger chunks lessen what a head, a window or a remainder adds to one of them.
     auto = f"{LAYERS_KEY}=auto, " if ENGINES[config.pipeline.engine].auto_stages else ""
     remedy = f"{auto}fewer stages or repeats, or more layers, may even it out"
-    return f"stage {stage}, {100 * excess:.0f} % above the mean; {remedy}"
+    return f"stage {stage}{head}, {100 * excess:.0f} % above the mean; {remedy}"
 
 
 def uniform_sizes(config: Config) -> list[int] | None:

@@ -122,6 +122,7 @@ def test_sweep_that_a_signal_stops_begins_no_other_run(ran, capsys):
 RUN = """\
 import os, signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: (print("saved", flush=True), sys.exit(130)))
+signal.signal(signal.SIGUSR2, lambda *_: print("asked", flush=True))
 print("begun", flush=True)
 time.sleep(60)
 """
@@ -136,6 +137,8 @@ def test_sweep_hands_a_signal_on_waits_for_the_save_and_leaves_no_run_behind():
         words = [sys.executable, "-c", SWEEP]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGUSR2)  # for a trace
+            assert process.stdout.readline() == "asked\n"
             process.send_signal(number)
             # The end of the output: nobody holds it any more.
             assert process.communicate(timeout=20)[0] == printed
