@@ -65,7 +65,9 @@ def test_report_names_a_stage_that_takes_much_longer_than_the_others():
     values = {"mesh.ici.stage": 2, "pipeline.engine": "mpmd", "pipeline.schedule": "zb_h1"}
     values |= {"model.num_layers": 8, "model.vocab_size": 512}
     text = "\n".join(report_of(**values))
-    assert re.search(r"  slowest   stage 1 with the head, \d+ % above the mean; pipeline.layers", text)
+    assert re.search(
+        r"  slowest   stage 1 with the head, \d+ % above the mean; pipeline.layers", text
+    )
     assert "slowest" not in "\n".join(report_of(**PIPELINE))
 
 
