@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "words",
         nargs="*",
         metavar="WORD",
-        help="MaxText's base.yml, a model's file, and key=value, as MaxText's train takes them",
+        help="MaxText's base.yml, a model's file, and key=value, as MaxText's train takes them; "
+        "keys of maxpipe, such as pipeline.num_microbatches=8, go into the result as they are",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="devices of the run over all slices"

@@ -99,6 +99,14 @@ def _known(settings: Iterable[Setting]) -> tuple[dict[str, Setting], list[Proble
     return chosen, problems
 
 
+def read_words(words: Sequence[str]) -> tuple[Updates, list[Problem]]:
+    """Return the values of `key=value` words, and what is wrong with single words."""
+    settings, problems = read_overrides(words)
+    chosen, unknown = _known(settings)
+    values, value_problems = _values(chosen)
+    return values, [*problems, *unknown, *value_problems]
+
+
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
     """Return how the mesh misfits simulated devices, which `resolve` says once nothing else is."""
     return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)

@@ -266,7 +266,7 @@ MODEL_LIMITS = (
 LIMITS = (
     *MODEL_LIMITS,
     Limit(
-        "model.quantisation computes scales in another way; set that instead",
+        "set model.quantisation instead, with scales of its own; experts have no 8-bit products",
         off="quantization use_manual_quantization quantize_mtp quantize_logits_proj "
         "experimental_sa_quant_q_fp8 experimental_sa_quant_k_fp8 weight_block_size",
         values={"te_comm_gemm_overlap": "disabled"},

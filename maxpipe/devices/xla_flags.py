@@ -104,7 +104,7 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
         return []
     chip = chip_for(device.device_kind)
     is_timed = chip is not None and chip.products_per_cycle is not None
-    compared = "; scripts/benchmark/tune_flags.py compares them" if is_timed else ""
+    compared = "; in a checkout, scripts/benchmark/tune_flags.py compares them" if is_timed else ""
     kind = short_name(device.device_kind)
     said = f"XLA flags for overlap on {kind}, at the price of memory{compared}:"
     return [said, assignment(recommended.variable, text)]

@@ -1,10 +1,12 @@
 """Translate a MaxText configuration into one that `maxpipe.train` accepts, or say why not."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import read_words
 from maxpipe.config.maxtext import KEYS, LIMIT_OF, MODEL_LIMITS, SAME_NAMES, misspelt
 from maxpipe.config.values import as_written, is_finite
 from maxpipe.migration.data import translate_data
@@ -55,7 +57,11 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
     ):
         step(t)
     _note_unread(t)
-    problems = [*theirs.problems, *t.problems]
+    ours, wrong = read_words(theirs.words)  # they win over what is translated
+    t.values |= ours
+    t.origins |= dict.fromkeys(ours, ())
+    t.notes = [note for note in t.notes if note.partition("=")[0] not in ours]
+    problems = [*theirs.problems, *wrong, *t.problems]
     try:
         config = replace(Config(), **t.values)
         if t.num_devices % t.num_slices:
@@ -89,10 +95,13 @@ def _check_keys(t: Translator) -> None:
                 t.refuse(key, f"must be {required}: {limit.advice}")
             else:
                 t.note(key, limit.advice)
-        elif not limit and key in t.theirs.chosen and key not in (*KEYS, *SAME_NAMES):
-            if near := misspelt(key):
+        elif not limit and key not in (*KEYS, *SAME_NAMES):
+            if key in t.theirs.chosen and (near := misspelt(key)):
                 t.refuse(key, f"is not translated; did you mean {near}?")
-            unknown.append(key)
+            elif re.fullmatch("(ici|dcn)_.+_parallelism", key) and value != 1:
+                t.refuse(key, f"must be 1: {LIMIT_OF['custom_mesh_and_rule'].advice}")
+            elif key in t.theirs.chosen:
+                unknown.append(key)
     if unknown:
         t.notes.append(f"not translated: {' '.join(unknown)}")
 

@@ -9,7 +9,8 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words
-from maxpipe.config.maxtext import Value
+from maxpipe.config.maxtext import SAME_NAMES, Value
+from maxpipe.config.options import OPTIONS
 
 COMMAND_LINE = "command line"
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 for a text
@@ -21,11 +22,13 @@ class MaxTextConfig:
 
     `chosen` has the file, or `command line`, of keys that the model's file or the command line set.
     Problems are words that are not `key=value` or contradict the model's file.
+    `words` set keys of maxpipe.
     """
 
     values: Mapping[str, Value]
     chosen: Mapping[str, str]
     problems: tuple[Problem, ...] = ()
+    words: tuple[str, ...] = ()
 
 
 def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
@@ -37,12 +40,15 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
     Args:
       files: base.yml, optionally followed by a model's file; without one, `model_name` finds it in
         the directory `models` next to base.yml or one level up.
-      words: words of the form `key=value`.
+      words: words of the form `key=value`; keys with a dot, or that only maxpipe has, are its own.
 
     Raises:
       ConfigError: a file cannot be read; includes the problems of the words.
     """
-    overrides, problems = _read_words(words)
+    own_keys = OPTIONS.keys() - {*SAME_NAMES}
+    ours = [w for w in words if "." in (key := w.partition("=")[0]) or key in own_keys]
+    overrides, problems = _read_words([word for word in words if word not in ours])
+    problems += repeated_words(words)
     if len(files) > 2:
         message = f"expected base.yml and one model's file, got {', '.join(files)}"
         problems.append(Problem("", message))
@@ -62,7 +68,7 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
             message = f"is {model[key]} in {model_file}; to change it, set"
             problems.append(Problem(key, f"{message} override_model_config=true as well"))
     chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
-    return MaxTextConfig(base | model | overrides, chosen, tuple(problems))
+    return MaxTextConfig(base | model | overrides, chosen, tuple(problems), tuple(ours))
 
 
 def same_value(a: Value, b: Value) -> bool:
@@ -121,7 +127,7 @@ def _read(path: str) -> dict[str, Value]:
 
 def _read_words(words: Sequence[str]) -> tuple[dict[str, Value], list[Problem]]:
     values: dict[str, Value] = {}
-    problems = repeated_words(words)
+    problems: list[Problem] = []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:

@@ -77,7 +77,7 @@ def _gather_mode(config: Config, tpu: Tpu | None) -> tuple[str, str]:
         extra = max(0.0, whole - iteration)
         reason = (
             f"{mode} takes {extra / GIB:.2f} GiB more than per_iteration, a step "
-            f"{whole / GIB:.3g} of a device's {memory / GIB:.3g} GiB"
+            f"{whole / GIB:.3g} GiB of a device's {memory / GIB:.3g} GiB"
         )
         is_little = extra <= MEMORY_SHARE * memory or whole <= IDLE_SHARE * memory
         if is_little and whole <= ROOM * memory:

@@ -138,14 +138,13 @@ def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
 
 
 def _engines(table: Table) -> Sequence[str]:
-    """Return the engines of a named schedule, or those that run a table found by the solver."""
-    if table.source:
-        return ()
+    """Return the engines of a named schedule, or those that run a file's or a solver's table."""
     # A configured schedule's name is followed by its numbers of layers.
     name = table.name.partition(" ")[0]
-    if name in SCHEDULES:
+    if name in SCHEDULES and not table.source:
         return SCHEDULES[name].engines
-    in_lockstep = table.lockstep and table.placement == "loop"
+    one_backward = not {"B", "I"} <= {*table.kinds}
+    in_lockstep = table.lockstep and table.placement == "loop" and one_backward
     return [e for e, facts in ENGINES.items() if facts.runs_csv and facts.lockstep <= in_lockstep]
 
 

@@ -79,6 +79,8 @@ jax_cache_dir= -> compile.cache_dir=off
 jax_cache_dir=gs://bucket/cache -> compile.cache_dir=
 profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4 -> telemetry.profile_steps=[5,7]
 hardware=cpu -> mesh.simulated_devices=8
+gradient_accumulation_steps=3 pipeline.num_microbatches=2 seed=7 model.z_loss=1e-4 ->
+    pipeline.num_microbatches=2 data.global_batch_size=288 seed=7 model.z_loss=0.0001
 vocab_size=32 -> model.vocab_size=32 data.source=synthetic
 dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json -> data.source=jsonl
     data.path=a.jsonl data.tokenizer=t.json
@@ -111,6 +113,9 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "attention_type=chunk": {"attention_type": "model.layer_pattern"},
     "mlp_activations=[relu,linear]": {"mlp_activations": "use [silu, linear] or [gelu"},
     "ici_diloco_parallelism=2": {"ici_diloco_parallelism": "tensor or expert"},
+    "ici_tensor_transpose_parallelism=2": {"ici_tensor_transpose_parallelism": "must be 1: the mesh"},
+    "model.layers=2": {"model.layers": "unknown key; did you mean model.num_layers"},
+    "model.num_layers=two": {"model.num_layers": "expected a whole number"},
     "decoder_block=mixtral base_moe_mlp_dim=64": {
         "base_moe_mlp_dim": "64 differs from base_mlp_dim"
     },
@@ -124,7 +129,8 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "model_name=gemma2-9b local_rope_max_timescale=5 rope_linear_scaling_factor=2": {
         "rope_linear_scaling_factor": "leaves out local layers"
     },
-    "quantization=int8": {"quantization": "must be off: model.quantisation"},
+    "model_name=mixtral-8x7b quantization=int8": {"quantization": "experts have no 8-bit products"},
+    "quantization=int8": {"quantization": "must be off: set model.quantisation instead"},
     "decoder_block=gpt3": {"decoder_block": "llama2, mistral, qwen2, qwen3, gemma2"},
     "rope_type=yarn": {"rope_type": "use default or llama3.1"},
     "opt_type=adam_pax": {"opt_type": "use adamw, muon or sgd"},
@@ -200,6 +206,7 @@ NOTED = {  # words of MaxText: part of a note
     "final_logits_soft_cap=30": "MaxText caps the logits of tied ones only",
     "model_name=mixtral-8x7b capacity_factor=2": "does not read it with sparse_matmul=true",
     "model_name=qwen3-30b-a3b foo=1": "not translated: norm_topk_prob foo",
+    "foo=1 ici_tensor_transpose_parallelism=1": "not translated: foo ici_tensor_transpose",
     "ragged_buffer_factor=1": "no token is left out for want of a buffer",
 }
 
@@ -209,7 +216,8 @@ def test_what_differs_is_noted(translated):
     assert {w: lines for w, lines in notes.items() if NOTED[w] not in "\n".join(lines)} == {}
 
 
-def test_defaults_are_not_noted(translated):
+def test_defaults_and_what_is_replaced_are_not_noted(translated):
+    assert "global_batch" not in "".join(translated("data.global_batch_size=8").notes)
     translation = translated()
     noted = [line.partition(":")[0] for line in translation.notes]
     assert noted == ["data.global_batch_size=96", "adam_weight_decay=0.1"]
