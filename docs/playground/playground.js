@@ -249,14 +249,32 @@ function show(keys) {
     row.onclick = () => change({ ...keys, schedule: row.dataset.name });
 }
 
+const wordsOfAddress = () => [...new URLSearchParams(location.hash.slice(1))];
+
+// The value that a word gives a key; undefined if there is no such key or value.
+function valueOf(key, word) {
+  if (!Object.hasOwn(KEYS, key)) return undefined;
+  const { value, choices, most } = KEYS[key], read = typeof value === "number" ? Number(word) : word;
+  return (choices ? choices.includes(read) : read >= 0 && read <= most) ? read : undefined;
+}
+
 function keysOfAddress() {
-  const given = new URLSearchParams(location.hash.slice(1)), keys = {};
-  for (const [key, { value, choices, most }] of Object.entries(KEYS)) {
-    const word = given.get(key), read = typeof value === "number" ? Number(word) : word;
-    const legal = word !== null && (choices ? choices.includes(read) : read >= 0 && read <= most);
-    keys[key] = legal ? read : value;
+  const keys = Object.fromEntries(Object.entries(KEYS).map(([key, { value }]) => [key, value]));
+  for (const [key, word] of wordsOfAddress()) {
+    const read = valueOf(key, word);
+    if (read !== undefined) keys[key] = read;
   }
   return keys;
+}
+
+// A line for each word of the address that is not used, with what is legal.
+function refusedOfAddress() {
+  const refused = wordsOfAddress().filter(([key, word]) => valueOf(key, word) === undefined);
+  return refused.map(([key, word]) => {
+    if (!Object.hasOwn(KEYS, key)) return `${key}: unknown, only ${Object.keys(KEYS).join(", ")}`;
+    const { value, choices, most } = KEYS[key];
+    return `${key}=${word}: only ${choices ? choices.join(", ") : `0 to ${most}`}; ${value} is shown`;
+  });
 }
 
 function change(keys) {
@@ -272,6 +290,7 @@ function update(keys) {
     field.value = value;
     field.previousElementSibling.value = KEYS[key].choices ? "" : key === "memory" && !value ? "none" : value;
   }
+  document.getElementById("refused").innerText = refusedOfAddress().join("\n");
   document.forms.keys.elements.repeats.disabled = Boolean(SCHEDULES[keys.schedule].repeats);
   show(keys);
 }

@@ -45,6 +45,7 @@ def test_advice_is_to_add_unset_flags_and_ends_with_a_line_for_a_shell():
     for name, recommended in RECOMMENDED.items():
         said, line = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
         assert f" on {short_name(KINDS[name])}, " in said
+        assert ("tune_flags" in said) == ("; in a checkout, scripts/" in said)
         text = added_to("--xla_other=1", recommended.flags)
         assert shlex.split(line) == [f"{recommended.variable}={text}"]
         # None where they are set, to any value.

@@ -113,7 +113,9 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "attention_type=chunk": {"attention_type": "model.layer_pattern"},
     "mlp_activations=[relu,linear]": {"mlp_activations": "use [silu, linear] or [gelu"},
     "ici_diloco_parallelism=2": {"ici_diloco_parallelism": "tensor or expert"},
-    "ici_tensor_transpose_parallelism=2": {"ici_tensor_transpose_parallelism": "must be 1: the mesh"},
+    "ici_tensor_transpose_parallelism=2": {
+        "ici_tensor_transpose_parallelism": "must be 1: the mesh"
+    },
     "model.layers=2": {"model.layers": "unknown key; did you mean model.num_layers"},
     "model.num_layers=two": {"model.num_layers": "expected a whole number"},
     "decoder_block=mixtral base_moe_mlp_dim=64": {

@@ -85,7 +85,7 @@ def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
         decision, (note,) = decided(**values)
         assert decision == mode, (values, mode)
         assert note.startswith(f"pipeline.fsdp_gather={mode}: {mode} takes 0.00 GiB more")
-        assert note.endswith(" of a device's 95 GiB"), (values, mode)
+        assert note.endswith(" GiB of a device's 95 GiB"), (values, mode)
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")

@@ -26,11 +26,17 @@ const seen = ADDRESSES.map((address) => {
   update(keysOfAddress());
   return [...document.querySelectorAll("#all tbody tr")].map((row) => row.innerText.split("\\t"));
 });
+location.hash = "schedule=1f1b&stages=5&head=9&stage=8";
+update(keysOfAddress());
+const read = () => document.getElementById("refused").innerText;
+const refused = [document.forms.keys.elements.stages.value, ...read().split("\\n")];
+update(Object.assign(keysOfAddress(), LAST));
 const select = document.forms.keys.elements.schedule;
 select.value = "zb_v";
 select.dispatchEvent(new Event("input", {bubbles: true}));
+refused.push(read());
 const units = document.querySelectorAll("#chart rect title").length;
-document.title = JSON.stringify([seen, location.hash, command.textContent, units]);
+document.title = JSON.stringify([seen, location.hash, command.textContent, units, refused]);
 </script></body>"""
 
 
@@ -64,6 +70,7 @@ def test_the_page_in_a_browser_shows_what_the_simulator_computes(tmp_path):
     for name in ("playground.js", "playground.css", "tables.js"):
         shutil.copy(PAGE / name, tmp_path)
     script = SCRIPT.replace("ADDRESSES", json.dumps([urlencode(keys) for keys in drawn]))
+    script = script.replace("LAST", json.dumps(drawn[-1]))
     text = (PAGE / "index.html").read_text().replace("</body>", script)
     (tmp_path / "index.html").write_text(text)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
@@ -71,7 +78,7 @@ def test_the_page_in_a_browser_shows_what_the_simulator_computes(tmp_path):
     command = [CHROMIUM, *options, "--dump-dom", (tmp_path / "index.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1].replace("&amp;", "&")
-    seen, address, words, units = json.loads(title)
+    seen, address, words, units, refused = json.loads(title)
     for keys, rows in zip(drawn, seen, strict=True):
         assert {row[0] for row in rows} == {*SCHEDULES}
         makespans = [float(row[2]) for row in rows]
@@ -84,4 +91,11 @@ def test_the_page_in_a_browser_shows_what_the_simulator_computes(tmp_path):
     assert parse_qs(address[1:]).items() <= kept.items()
     assert "schedule=zb_v" in address
     assert words.startswith(f"python -m maxpipe.schedule zb_v stages={last['stages']} ")
+    assert refused[:3] == [
+        "4",
+        "stages=5: only 2, 4, 8; 4 is shown",
+        "head=9: only 0 to 2; 0 is shown",
+    ]
+    assert refused[3].startswith("stage: unknown, only schedule, stages, ")
+    assert refused[4:] == [""]  # once a key is changed, which writes a legal address
     assert units == 3 * last["microbatches"] * last["stages"] * 2
