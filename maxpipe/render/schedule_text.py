@@ -143,8 +143,7 @@ def _engines(table: Table) -> Sequence[str]:
     name = table.name.partition(" ")[0]
     if name in SCHEDULES and not table.source:
         return SCHEDULES[name].engines
-    one_backward = not {"B", "I"} <= {*table.kinds}
-    in_lockstep = table.lockstep and table.placement == "loop" and one_backward
+    in_lockstep = table.lockstep and table.placement == "loop"
     return [e for e, facts in ENGINES.items() if facts.runs_csv and facts.lockstep <= in_lockstep]
 
 

@@ -5,12 +5,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.load import load_schedule
-from maxpipe.pipeline.schedules.table import IDLE
 from maxpipe.plan.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.columns import columns
@@ -124,13 +121,9 @@ def test_comparison_is_sorted_by_time_and_counts_whole_stages():
     assert [row[HEADER.index("in flight")] for row in rows] == ["5.5", "8.0", "4.0"]
     assert [row[-1] for row in rows] == ["scheduled", "circular, mpmd", "mpmd"]
     # A file runs on the engines that follow its ticks, even if it is called like a schedule.
-    zb, zb_v, free = (run(name, 2, 4).table for name in ("lockstep_zb", "zb_v", "1f1b"))
-    idle = np.full_like(zb.chunk["F"], IDLE)
-    arrays = {"microbatch": zb.microbatch | {"B": idle}, "chunk": zb.chunk | {"B": idle}}
-    tables = (zb, replace(zb, **arrays), zb_v, free)
-    files = [simulate(replace(table, source="gpipe.csv")) for table in tables]
-    expected = ["scheduled, mpmd", "mpmd", "mpmd", "mpmd"]
-    assert [row[-1] for each in files for row in comparison_rows([each])] == expected
+    for name, engines in (("lockstep_zb", "scheduled, mpmd"), ("zb_v", "mpmd"), ("1f1b", "mpmd")):
+        table = replace(run(name, 2, 4).table, name="gpipe", source="gpipe.csv")
+        assert comparison_rows([simulate(table)])[0][-1] == engines
     lines = comparison_text(runs).splitlines()
     assert lines[1].split() == ["lockstep_1f1b", "2", "28.5", "15.8%", "5.5", "112", "scheduled"]
     # As wide as their widest cell; those to the left end without spaces.

@@ -19,18 +19,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "playground"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-# Reads the table of all schedules at every address, then changes a schedule as a reader would.
+# Reads what an address is refused, and the table of all schedules at every address, then changes a schedule as a reader would.
 SCRIPT = """<script>
+location.hash = "schedule=1f1b&stages=5&head=9&stage=8";
+update(keysOfAddress());
+const read = () => document.getElementById("refused").innerText;
+const refused = [document.forms.keys.elements.stages.value, ...read().split("\\n")];
 const seen = ADDRESSES.map((address) => {
   location.hash = address;
   update(keysOfAddress());
   return [...document.querySelectorAll("#all tbody tr")].map((row) => row.innerText.split("\\t"));
 });
-location.hash = "schedule=1f1b&stages=5&head=9&stage=8";
-update(keysOfAddress());
-const read = () => document.getElementById("refused").innerText;
-const refused = [document.forms.keys.elements.stages.value, ...read().split("\\n")];
-update(Object.assign(keysOfAddress(), LAST));
 const select = document.forms.keys.elements.schedule;
 select.value = "zb_v";
 select.dispatchEvent(new Event("input", {bubbles: true}));
@@ -70,7 +69,6 @@ def test_the_page_in_a_browser_shows_what_the_simulator_computes(tmp_path):
     for name in ("playground.js", "playground.css", "tables.js"):
         shutil.copy(PAGE / name, tmp_path)
     script = SCRIPT.replace("ADDRESSES", json.dumps([urlencode(keys) for keys in drawn]))
-    script = script.replace("LAST", json.dumps(drawn[-1]))
     text = (PAGE / "index.html").read_text().replace("</body>", script)
     (tmp_path / "index.html").write_text(text)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
@@ -91,11 +89,8 @@ def test_the_page_in_a_browser_shows_what_the_simulator_computes(tmp_path):
     assert parse_qs(address[1:]).items() <= kept.items()
     assert "schedule=zb_v" in address
     assert words.startswith(f"python -m maxpipe.schedule zb_v stages={last['stages']} ")
-    assert refused[:3] == [
-        "4",
-        "stages=5: only 2, 4, 8; 4 is shown",
-        "head=9: only 0 to 2; 0 is shown",
-    ]
+    stages, head = "stages=5: only 2, 4, 8; 4 is shown", "head=9: only 0 to 2; 0 is shown"
+    assert refused[:3] == ["4", stages, head]
     assert refused[3].startswith("stage: unknown, only schedule, stages, ")
     assert refused[4:] == [""]  # once a key is changed, which writes a legal address
     assert units == 3 * last["microbatches"] * last["stages"] * 2
