@@ -19,7 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "playground"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-# Reads what an address is refused, and the table of all schedules at every address, then changes a schedule as a reader would.
+# Reads what is refused of an address, and the table of all schedules at every other one, then
+# changes a schedule as a reader would.
 SCRIPT = """<script>
 location.hash = "schedule=1f1b&stages=5&head=9&stage=8";
 update(keysOfAddress());
