@@ -47,7 +47,7 @@ class BlockOrder:
         # 1. The place in the shuffled epoch. A row keeps its lane during an epoch.
         turn, lane = divmod(position, self._rows)
         rank = lane % self._sharing
-        first = lane - rank  # lane of the stretch
+        first = lane - rank  # the first lane of its stretch
         sharing = min(self._sharing, self._rows - first)
         turns, longer = divmod(self.num_documents, self._rows)  # the first `longer` have one more
         place = first * turns + min(first, longer) + turn * sharing + rank
@@ -58,11 +58,11 @@ class BlockOrder:
         start = int(ends[first_block - 1]) if window else 0
         end = int(ends[min(first_block + self._window, len(ends)) - 1])
         seed = (self._seed + epoch + window) % 2**32
-        if end - start <= _FEW:  # where grain's shuffle takes up to milliseconds
-            document = start + int(_permutation(end - start, seed)[place - start])
+        count, index = end - start, place - start
+        if count <= _FEW:  # where grain's shuffle takes up to milliseconds
+            document = start + int(_permutation(count, seed)[index])
         else:
-            place -= start
-            document = start + index_shuffle(place, max_index=end - start - 1, seed=seed, rounds=4)
+            document = start + index_shuffle(index, max_index=count - 1, seed=seed, rounds=4)
         # 3. Its block.
         number = int(np.searchsorted(ends, document, side="right"))
         block = blocks[number]
