@@ -50,7 +50,7 @@ def test_unknown_key_that_is_like_none_names_the_keys_of_its_section():
 OF_MAXTEXT = {  # key of MaxText: what to use
     "ici_pipeline_parallelism": "is called mesh.ici.stage here",
     "model.num_experts": "is called model.moe.experts here",
-    "quantization": "has no counterpart: model.quantisation computes scales in another way",
+    "quantization": "has no counterpart: set model.quantisation instead",
     "remat_policy": "is called pipeline.remat_policy here (minimal also keeps context",
 }
 

@@ -20,7 +20,7 @@ from maxpipe.plan.flops import model_flops_per_token, parameter_count
 from maxpipe.plan.footprint import layer_of
 from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.layer_times import layer_times
-from maxpipe.training import start
+from maxpipe.training import phases
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
 # Weights that the block has and the Llama block has not: a gated MLP, and D -> 4 D -> D.
@@ -79,9 +79,9 @@ def test_parameters_and_model_flops_follow_the_block():
 
 def test_mfu_follows_the_block_through_the_run(monkeypatch):
     chip = chip_for("TPU v5")
-    monkeypatch.setattr(start, "chip_for", lambda kind: chip)
+    monkeypatch.setattr(phases, "chip_for", lambda kind: chip)
     mesh = make_mesh(config_of())
-    wide, llama = (start.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
+    wide, llama = (phases.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
     more = 16 * T * 6 * LAYERS * MORE_WEIGHTS
     assert wide - llama == pytest.approx(more / (chip.peak_flops["float32"] * mesh.size))
 
