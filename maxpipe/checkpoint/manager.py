@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -27,11 +27,13 @@ from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
 from maxpipe.checkpoint.reader import Restored, read_step
 from maxpipe.checkpoint.record import ITERATOR, Record, step_record
-from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.checkpoint.sync import MirrorSync
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices import processes
+
+if TYPE_CHECKING:
+    from maxpipe.checkpoint.replicas import Replicas
 
 State = TypeVar("State")
 
@@ -63,7 +65,7 @@ class Checkpointer:
         settings: CheckpointConfig,
         *,
         mirror: Mirror | None = None,
-        replicas: Replicas | None = None,
+        replicas: "Replicas | None" = None,
         log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):

@@ -44,7 +44,6 @@ from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.block_order import BlockOrder
 from maxpipe.data.documents import (
     Concatenation,
     Documents,
@@ -226,6 +225,8 @@ def shares(weights: Sequence[float]) -> list[int]:
 def order_of(documents: Documents, seed: int, shuffle: bool, rows: int, share: float = 1) -> Order:
     """Return the order of documents for a batch of `rows` rows; `share` is `BlockOrder`'s."""
     if shuffle and (blocks := getattr(documents, "blocks", None)):
+        from maxpipe.data.block_order import BlockOrder
+
         return BlockOrder(blocks, seed, rows, share)
     return DocumentOrder(len(documents), seed, shuffle)
 

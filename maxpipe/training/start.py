@@ -16,8 +16,6 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, NoC
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.reader import Restored
-from maxpipe.checkpoint.replicas import KEY as REPLICA_EVERY
-from maxpipe.checkpoint.replicas import NO_SUPERVISOR, Replicas, reserve
 from maxpipe.checkpoint.steps import NEWEST, followed
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
@@ -158,6 +156,8 @@ def run(
             ready = build_with_step_ahead(config, mesh, build_trainer, note)
         trainer = ready or build_trainer(config, mesh, note=note)
         if supervision.memory is not None and config.checkpoint.replica_every:
+            from maxpipe.checkpoint.replicas import reserve
+
             abstract = trainer.abstract_canonical()
             note(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
         enter = partial(begin_phase, mesh, build_trainer)
@@ -231,13 +231,16 @@ def open_run_directory(
       derived: keys of the configuration that are derived from others.
       memory: directory of the replicas; None without a supervisor.
     """
-    every = config.checkpoint.replica_every
-    if every and memory is None:
-        raise ConfigError(Problem(REPLICA_EVERY, NO_SUPERVISOR))
     mirror = open_mirror(config)
     directory = RunDirectory(config, mirror, derived)
+    replicas = None
+    if every := config.checkpoint.replica_every:
+        from maxpipe.checkpoint.replicas import KEY, NO_SUPERVISOR, Replicas
+
+        if memory is None:
+            raise ConfigError(Problem(KEY, NO_SUPERVISOR))
+        replicas = Replicas(memory, directory.checkpoints, every)
     directory.check_owner()
-    replicas = Replicas(memory, directory.checkpoints, every) if every and memory else None
     checkpointer = Checkpointer(
         directory.checkpoints, config.checkpoint, mirror=mirror, replicas=replicas, log=log
     )
