@@ -75,10 +75,11 @@ def test_block_order_has_every_document_once_in_an_epoch(large, monkeypatch):
             assert epochs[0] != epochs[1] or len(sizes) == 1
 
 
-def test_block_order_of_few_documents_in_each_block_is_fast():
-    order, start = BlockOrder(Blocks(np.full(500, 10), 1), 3, rows=64), time.process_time()
+def test_block_order_of_few_documents_in_each_block_keeps_permutations(monkeypatch):
+    # grain's shuffle takes milliseconds for each of ten documents.
+    monkeypatch.setattr(block_order, "index_shuffle", Mock(side_effect=AssertionError))
+    order = BlockOrder(Blocks(np.full(500, 10), 1), 3, rows=64)
     assert len({order(0, position) for position in range(2000)}) == 2000
-    assert time.process_time() - start < 1, "grain's index_shuffle takes 4 s"
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
