@@ -78,7 +78,7 @@ class MpmdTrainer(Trainer[MpmdState]):
 
     Args:
       rules: logical axis rules on the mesh of all stages.
-      make_optimizer: function that returns the update rule for a tree of `ParamSpec`s.
+      make_optimizer: function of a tree of `ParamSpec`s, with options of `Optimizer`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         program_specs: Params,
         engine: MpmdEngine,
         rules: AxisRules,
-        make_optimizer: Callable[[Params], Optimizer],
+        make_optimizer: Callable[..., Optimizer],
         *,
         adds_batch_digest: bool = False,
     ):
@@ -98,7 +98,13 @@ class MpmdTrainer(Trainer[MpmdState]):
         stages = range(len(engine.meshes))
         self._is_here = list(map(is_here, engine.meshes))
         self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
-        self._optimizers = [make_optimizer(engine.model.specs(stage)) for stage in stages]
+        self._optimizers = [
+            make_optimizer(
+                engine.model.specs(stage),
+                shardings=jax.tree.map(lambda p: p.sharding, engine.abstract[stage]),
+            )
+            for stage in stages
+        ]
         self._abstract = [self._abstract_stage(stage) for stage in stages]
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
         mesh = rules.mesh

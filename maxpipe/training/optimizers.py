@@ -18,18 +18,18 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.layers import RANK_AXIS
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.training.orthogonal import Matrices, orthogonalised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 LEAST_FACTORED = 128  # adafactor keeps all second moments of smaller matrices
 RMS_OF_ADAMW = 0.2
 MUON_MOMENTUM = 0.95
-_ENDS = ("embed", "expert_embed", "latent", "outer_embed", RANK_AXIS)  # see `matrix_dimensions`
+_ENDS = ("embed", "expert_embed", "latent", "outer_embed", RANK_AXIS)  # see `matrix_sides`
 
 
 def adamw(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
@@ -68,7 +68,7 @@ def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransform
     return per_layer(make, specs)
 
 
-def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
+def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformationExtraArgs:
     """Build Muon (Jordan 2024): the momentum of each matrix, orthogonalised.
 
     Embeddings, head, norms and biases get AdamW. Updates of matrices have the root mean square of
@@ -77,23 +77,46 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
     """
 
     def make(spec: ParamSpec) -> optax.GradientTransformation:
-        dimensions = matrix_dimensions(spec)
-        if dimensions is None:
+        if matrix_sides(spec) is None:
             return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-        sides = (math.prod(spec.shape[i] for i in axes) for axes in dimensions)
-        return optax.chain(
-            scale_by_muon(
-                beta=MUON_MOMENTUM, weight_dimension_numbers=MuonDimensionNumbers(*dimensions)
-            ),
-            # An orthogonal matrix of sides m <= n has the root mean square 1 / sqrt(n).
-            optax.scale(RMS_OF_ADAMW * math.sqrt(max(sides))),
-        )
+        return optax.trace(MUON_MOMENTUM, nesterov=True)
 
-    return per_layer(make, specs)
+    momenta = per_layer(make, specs)
+
+    def update(
+        gradients: Params,
+        state: optax.OptState,
+        params: Params | None = None,
+        *,
+        shardings: Params | None = None,
+        **_: object,
+    ) -> tuple[Params, optax.OptState]:
+        directions, state = momenta.update(gradients, state, params)
+        return _orthogonal(specs, directions, shardings), state
+
+    return optax.GradientTransformationExtraArgs(momenta.init, update)
 
 
-def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (input dimensions, output dimensions) of a parameter, or None if it is not a matrix.
+def _orthogonal(specs: Params, directions: Params, shardings: Params | None) -> Params:
+    """Orthogonalise the matrices among directions, and scale them as AdamW's."""
+    leaves, structure = jax.tree.flatten(directions)
+    all_specs: list[ParamSpec] = []
+    map_specs(lambda spec: all_specs.append(spec), specs)
+    at_rest = jax.tree.leaves(shardings) or [None] * len(leaves)
+    found = {
+        i: Matrices(spec, sides, sharding)
+        for i, (spec, sharding) in enumerate(zip(all_specs, at_rest, strict=True))
+        if (sides := matrix_sides(spec))
+    }
+    done = orthogonalised([leaves[i] for i in found], [*found.values()])
+    for i, direction in zip(found, done, strict=True):
+        # An orthogonal matrix of sides m <= n has the root mean square 1 / sqrt(n).
+        leaves[i] = RMS_OF_ADAMW * math.sqrt(max(found[i].shape)) * direction
+    return jax.tree.unflatten(structure, leaves)
+
+
+def matrix_sides(spec: ParamSpec) -> tuple[int, tuple[int, ...]] | None:
+    """Return the dimension of a parameter's rows and those of its columns; None if it is no matrix.
 
     A matrix leads from the residual stream or back to it, or from a latent: the dimension `embed`,
     `expert_embed` or `latent`, in the first dense layers `outer_embed`, is one side, all other
@@ -106,9 +129,7 @@ def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
     ends = [i for i in sides if spec.axes[i] in _ENDS]
     if not ends or len(sides) < 2:
         return None
-    embed = ends[0]
-    others = tuple(i for i in sides if i != embed)
-    return ((embed,), others) if embed == sides[0] else (others, (embed,))
+    return ends[0], tuple(i for i in sides if i != ends[0])
 
 
 def per_layer(

@@ -144,6 +144,7 @@ class SpmdTrainer(Trainer[TrainState]):
     """Train with an `SpmdEngine`: the state is one sharded tree, the step one jitted program.
 
     Args:
+      make_optimizer: function of a tree of `ParamSpec`s, with options of `Optimizer`.
       load_step: function of the abstract live state and the sharding of batches that returns a
         step to run instead of the one compiled here, such as `stored_step.StoredStep`.
     """
@@ -153,18 +154,19 @@ class SpmdTrainer(Trainer[TrainState]):
         program_specs: Params,
         engine: SpmdEngine,
         rules: AxisRules,
-        optimizer: Optimizer,
+        make_optimizer: Callable[..., Optimizer],
         *,
         load_step: Callable[[TrainState, NamedSharding], StepFunction] | None = None,
         adds_batch_digest: bool = False,
     ):
         layer_shape = engine.layer_index().shape
         layers = jax.eval_shape(engine.to_canonical, np.zeros(layer_shape))
+        params = Weights(rules, program_specs, engine.layer_axes, layer_shape).abstract()
+        self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
+        optimizer = make_optimizer(program_specs, shardings=self._param_shardings)
         super().__init__(program_specs, rules, optimizer, len(layers), adds_batch_digest)
         self._engine = engine
         self.batch_spec = rules.spec(("activation_batch", "activation_length"))
-        params = Weights(rules, program_specs, engine.layer_axes, layer_shape).abstract()
-        self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
         self._replicated = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
         self._shardings = shardings_of(self._abstract, params, self._replicated)
@@ -196,7 +198,7 @@ class SpmdTrainer(Trainer[TrainState]):
             specs,
             engine,
             inputs.rules,
-            Optimizer(config.optimizer, specs, config.model.moe.bias_rate),
+            partial(Optimizer, config.optimizer, bias_rate=config.model.moe.bias_rate),
             load_step=load_step,
             adds_batch_digest=config.telemetry.batch_digest,
         )

@@ -84,15 +84,25 @@ class Optimizer:
       specs: tree of `ParamSpec`s, of one layer for the layers. They say which parameters are
         frozen; their logical axes say which decay, and which are selection biases of experts.
       bias_rate: `model.moe.bias_rate`.
+      shardings: how the live parameters are laid out; None on one device.
     """
 
-    def __init__(self, config: OptimizerConfig, specs: Params, bias_rate: float = 0.0):
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        specs: Params,
+        bias_rate: float = 0.0,
+        shardings: Params | None = None,
+    ):
         self._config = config
         self._specs = specs
         self._bias_rate = bias_rate
         self.spike_filter = SpikeFilter(config)
         optimizer = implementation(OPTIMIZERS[config.name])
-        self._transform = optimizer(config, moved_by_gradients(specs, specs))
+        self._transform = optax.with_extra_args_support(
+            optimizer(config, moved_by_gradients(specs, specs))
+        )
+        self._shardings = shardings and moved_by_gradients(specs, shardings)
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> optax.OptState:
@@ -149,7 +159,9 @@ class Optimizer:
             clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
         clipped, others = (moved_by_gradients(self._specs, tree) for tree in (gradients, params))
         clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, clipped)
-        directions, state = self._transform.update(clipped, state, others)
+        directions, state = self._transform.update(
+            clipped, state, others, shardings=self._shardings
+        )
         rate = self.learning_rate(step)
 
         def apply(

@@ -226,7 +226,7 @@ class TestMuon:
             first = ModelProgram(tiny(**model, **experts).model).specs["embed"]["first"]["0"]
 
             found, expected = (
-                jax.tree.map(lambda spec: [optimizers.matrix_dimensions(spec)], specs, **IS_SPEC)
+                jax.tree.map(lambda spec: [optimizers.matrix_sides(spec)], specs, **IS_SPEC)
                 for specs in (first, dense)
             )
             assert found == expected
