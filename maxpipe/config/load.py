@@ -76,11 +76,12 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
         problems += _sourced(axes_problems(config), sources)
     rule_problems = apply_rules(_RULES, config, broken)[1]
     if problems or rule_problems:
-        misfits = _misfits(config, unusable)
+        misfits = _misfits(config, unusable, sources)
         if misfits:  # rules that read the mesh may pass with one that fits
             broken |= {problem.key for problem in misfits}
             rule_problems = apply_rules(_RULES, config, broken)[1]
-        raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
+        rule_problems = [*dict.fromkeys([*rule_problems, *misfits])]
+        raise ConfigError(*problems, *_sourced(rule_problems, sources))
     return Loaded(config, sources, tuple(base_model.remarks(values)))
 
 
@@ -109,16 +110,16 @@ def read_words(words: Sequence[str]) -> tuple[Updates, list[Problem]]:
 
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
     """Return how the mesh misfits simulated devices, which `resolve` says once nothing else is."""
-    return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
+    return _sourced(_misfits(loaded.config, frozenset(), loaded.sources), loaded.sources)
 
 
-def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
+def _misfits(config: Config, unusable: Set[str], sources: Mapping[str, str]) -> Sequence[Problem]:
     num_devices = config.mesh.simulated_devices
     has_no_mesh = any(key.startswith("mesh") for key in unusable) or axes_problems(config)
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
     try:
-        fit_mesh(config, num_devices, 1, _RULES)
+        fit_mesh(config, num_devices, 1, _RULES, sources)
     except ConfigError as error:
         return error.problems
     return []
@@ -146,13 +147,13 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
         problems.append(Problem("epochs", "only training counts documents: give steps instead"))
     if not problems:
         try:
-            config = fit_mesh(config, num_devices, num_slices, _RULES)
+            config = fit_mesh(config, num_devices, num_slices, _RULES, sources)
         except ConfigError as error:
             problems += error.problems
     broken = {p.key for p in problems} | set(unknown_axes(config))
     resolved, rule_problems = apply_rules(_RULES, config, broken)
     if problems + rule_problems:
-        raise ConfigError(*_sourced(problems + rule_problems, sources))
+        raise ConfigError(*_sourced(dict.fromkeys(problems + rule_problems), sources))
     return resolved
 
 

@@ -79,6 +79,15 @@ def test_proposed_meshes_start_with_the_nearest_and_keep_other_axes(problems):
     message = problems("mesh.ici.context=2", "mesh.ici.fsdp=4", devices=8)["mesh.ici"]
     proposals = message.partition("these fit: ")[2].split(";")
     assert ["mesh.ici.context=2" in proposal for proposal in proposals] == [True] * 3
+    message = problems("mesh.ici.fsdp=4")["mesh.ici"]
+    assert "these fit: mesh.ici.stage=1 mesh.ici.fsdp=4;" in message  # as on the command line
+
+
+def test_problem_that_no_mesh_solves_is_said_as_well_and_does_not_choose_the_meshes(problems):
+    words = "pipeline.schedule=zb_h1 pipeline.num_repeats=2 mesh.ici.stage=4"
+    refusals = problems(*words.split(), "mesh.simulated_devices=4")
+    assert "these fit: mesh.ici.stage=4 mesh.ici.fsdp=1;" in refusals["mesh.ici"]
+    assert "must be 1 with schedule zb_h1, got 2" in refusals["pipeline.num_repeats"]
 
 
 def test_two_unknown_axes_are_refused(problems):
