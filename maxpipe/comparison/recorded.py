@@ -26,6 +26,7 @@ DEPTH = 3  # how far below a directory its runs are looked for
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu")
 
 Number = float | None
+KeyChange = tuple[int, str, object, object]  # step, key, value before, value after
 Settings = Mapping[str, object]
 
 
@@ -39,7 +40,7 @@ class Recorded:
       steps: a column for each of `COLUMNS`, one row for each finished step.
       evaluations: step -> loss, for evaluations with a finite loss.
       bits_per_byte: the last evaluation's.
-      changes: (step, key, value before, value after) of every key changed midway.
+      changes: of every key changed midway.
       seconds: phase -> seconds of all starts.
     """
 
@@ -50,7 +51,7 @@ class Recorded:
     steps: Mapping[str, Sequence[Number]]
     evaluations: Mapping[int, float]
     bits_per_byte: Number
-    changes: Sequence[tuple[int, str, object, object]]
+    changes: Sequence[KeyChange]
     seconds: Mapping[str, float]
 
     @property
@@ -110,7 +111,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     if problems:
         raise ConfigError(*problems)
     names = _names([*roots])
-    return [_read(name, root) for name, root in zip(names, roots.values(), strict=True)]
+    return [read_run(name, root) for name, root in zip(names, roots.values(), strict=True)]
 
 
 def last_step(file: Path) -> int:
@@ -166,11 +167,12 @@ def _warn(path: Path, error: OSError) -> None:
     print(f"warning: {path} is left out: {error.strerror}", file=sys.stderr)
 
 
-def _read(name: str, root: Path) -> Recorded:
+def read_run(name: str, root: Path) -> Recorded:
+    """Read the run of a directory."""
     columns: dict[str, list[Number]] = {column: [] for column in COLUMNS}
     evaluations: dict[int, float] = {}
     bits_per_byte: Number = None
-    changes: list[tuple[int, str, object, object]] = []
+    changes: list[KeyChange] = []
     seconds = defaultdict[str, float](float)
     for step, row in metrics_rows(root / METRICS):
         if "loss" in row:

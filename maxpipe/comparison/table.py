@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
-from maxpipe.comparison.recorded import Number, Recorded, changed_keys, differing_keys
+from maxpipe.comparison.recorded import (
+    KeyChange,
+    Number,
+    Recorded,
+    changed_keys,
+    differing_keys,
+)
 from maxpipe.config.values import as_written
 from maxpipe.render.columns import columns
 from maxpipe.telemetry.console import format_count, format_seconds
@@ -72,13 +78,16 @@ def value_text(run: Recorded, key: str) -> str:
     """Return the value of a key, shortened, with earlier ones of the run; "?" if not known."""
     if not run.settings:
         return "?"
-    before = [
-        f"{as_written(value)} to step {step}, "
-        for step, name, value, _ in run.changes
-        if name == key
-    ]
-    text = "".join(before) + as_written(run.settings.get(key))
+    text = history_text(key, run.settings.get(key), run.changes)
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
+
+
+def history_text(key: str, value: object, changes: Sequence[KeyChange]) -> str:
+    """Return the value of a key after the earlier ones that a run's changes tell of."""
+    before = [
+        f"{as_written(old)} to step {step}, " for step, name, old, _ in changes if name == key
+    ]
+    return "".join(before) + as_written(value)
 
 
 def _figure(value: Number, form: str) -> str:

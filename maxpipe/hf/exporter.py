@@ -55,7 +55,8 @@ def export(
     companions: Sequence[Path],
     origin: Path | None,
     tokenizer: Tokenizer | None,
-    turn_ends: Set[int],
+    turn_ends: tuple[Set[int], str],
+    learning_rate: str,
     version: str,
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base; return
@@ -69,7 +70,9 @@ def export(
       file_bytes: largest size of a file, unless a single tensor is larger.
       companions, tokenizer: what the run was trained with, the tokenizer None if it is not known.
       origin: imported folder, from `maxpipe.hf.origin.origin_of`; its other files are kept.
-      turn_ends: ids of tokens that end a turn of the assistant in the run's conversations.
+      turn_ends: what ends a turn of the assistant in the run's conversations: ids of tokens, or,
+        without these, a text, maybe empty.
+      learning_rate: in words, with earlier ones.
       version: version of maxpipe that wrote the checkpoint.
 
     Raises:
@@ -88,7 +91,8 @@ def export(
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
         if copy_companions(unfinished, companions, origin):
             ids |= {name: content[name] for name in SPECIAL_IDS if content.get(name) is not None}
-        _write_configs(unfinished, content | ids, ids, turn_ends)
+        end_ids, end_text = turn_ends
+        _write_configs(unfinished, content | ids, ids, end_ids)
         card = model_card(
             config,
             record,
@@ -96,8 +100,10 @@ def export(
             model_type=family.model_type,
             dtype=dtype,
             size=sum(math.prod(e.shape) for file in files for e in file.entries.values()),
+            learning_rate=learning_rate,
             version=version,
             has_tokenizer=any(unfinished.glob("tokenizer*")),
+            end_of_turn=end_text,
         )
         (unfinished / CARD).write_text(card, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())

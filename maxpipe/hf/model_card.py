@@ -32,6 +32,11 @@ model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
 """
 
 
+def stop_arguments(end_of_turn: str) -> str:
+    """Return with which arguments `generate` of transformers ends at a text."""
+    return f"stop_strings=[{end_of_turn!r}], tokenizer=tokenizer"
+
+
 def model_card(
     config: Config,
     record: Record,
@@ -40,16 +45,20 @@ def model_card(
     model_type: str,
     dtype: str,
     size: int,
+    learning_rate: str,
     version: str,
     has_tokenizer: bool,
+    end_of_turn: str,
 ) -> str:
     """Return a card in Markdown; paths of the run stay out of it.
 
     Args:
       record, steps: of the checkpoint, or of the last of several whose weights were averaged.
       size: number of parameters.
+      learning_rate: in words, with earlier ones.
       version: version of maxpipe that wrote the checkpoint; empty if the record does not say.
       has_tokenizer: whether transformers finds a tokenizer next to the card.
+      end_of_turn: text that ends a turn of the assistant if no token does.
     """
     m, length = config.model, config.data.sequence_length
     tokens = f"of {config.data.global_batch_size * length:,} tokens"
@@ -63,7 +72,7 @@ def model_card(
         "training": f"{record.step:,} steps {tokens} from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
         "data": describe_sources(config.data),
-        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
+        "optimizer": f"{config.optimizer.name}, learning rate {learning_rate}",
         "seed": config.seed,
     }
     loss = record.meta.get(EVAL_LOSS)
@@ -74,6 +83,8 @@ def model_card(
     tokenizer = "# The run had no file of a tokenizer."
     if has_tokenizer:
         tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")'
+        if end_of_turn:
+            tokenizer += f"\n# model.generate(..., {stop_arguments(end_of_turn)}) ends with a turn."
     return _TEXT.format(
         classes="AutoModelForCausalLM" + ", AutoTokenizer" * has_tokenizer,
         tokenizer=tokenizer,

@@ -11,6 +11,8 @@ from maxpipe.checkpoint.reader import open_parameters
 from maxpipe.checkpoint.record import Record
 from maxpipe.checkpoint.run_argument import RUN_DIR, check_variants
 from maxpipe.checkpoint.steps import StepStore
+from maxpipe.comparison.recorded import read_run
+from maxpipe.comparison.table import history_text
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
@@ -21,7 +23,9 @@ from maxpipe.generate.text import find_tokenizer
 from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export, export_file
 from maxpipe.hf.family import choose_family
+from maxpipe.hf.model_card import stop_arguments
 from maxpipe.hf.origin import ORIGIN, origin_of
+from maxpipe.telemetry.recorder import METRICS
 from maxpipe.training.resuming import VERSIONS
 
 DONE, NOT_READ = 0, 1  # exit codes
@@ -62,6 +66,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                 print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
                 return DONE
             tokenizer = _tokenizer_of(config, record, store)
+            turn_ends = _turn_ends(config, tokenizer, store)
             with open_parameters(store, steps) as reader, _writing("--hf", target):
                 names = export(
                     reader,
@@ -74,7 +79,8 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     companions=companions,
                     origin=origin,
                     tokenizer=tokenizer,
-                    turn_ends=_turn_ends(config, tokenizer, store),
+                    turn_ends=turn_ends,
+                    learning_rate=_learning_rate(config, step, store),
                     version=str((record.meta.get(VERSIONS) or {}).get("maxpipe", "")),
                 )
     except OSError as error:
@@ -86,6 +92,9 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     if not any(name.startswith("tokenizer") for name in names):
         source = f"data.tokenizer={config.data.tokenizer}"
         print(f"no tokenizer is written: the run has no files of {source}")
+    elif end := turn_ends[1]:
+        needed = f"generate of transformers needs {stop_arguments(end)}"
+        print(f"{end!r} ends a turn, but is no special token of the tokenizer: {needed}")
     return DONE
 
 
@@ -107,7 +116,17 @@ def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer
         return None
 
 
-def _turn_ends(config: Config, tokenizer: Tokenizer | None, store: StepStore) -> set[int]:
+def _turn_ends(
+    config: Config, tokenizer: Tokenizer | None, store: StepStore
+) -> tuple[set[int], str]:
     if tokenizer is None or not is_chat(config.data):
-        return set()
-    return end_of_turn(find_chat_template(config, store), tokenizer)[0]
+        return set(), ""
+    return end_of_turn(find_chat_template(config, store), tokenizer)
+
+
+def _learning_rate(config: Config, step: int, store: StepStore) -> str:
+    """Return the learning rate up to `step` in words, with earlier ones unless in a mirror."""
+    with store.local_files("") as files:
+        runs = [read_run(file.name, file.parent) for file in files if file.name == METRICS]
+    changes = [change for run in runs for change in run.changes if change[0] < step]
+    return history_text("optimizer.learning_rate", config.optimizer.learning_rate, changes)

@@ -61,7 +61,19 @@ def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(folder, marks, c
         assert content_of(target / name)["eos_token_id"] == ([1, 2] if marks else 1)
     if marks:
         assert content_of(target / "generation_config.json")["temperature"] == 0.5
-    assert ("is no token: eos_token_id stays" in capsys.readouterr().out) is not marks
+    needed = "stop_strings=['<end>'], tokenizer=tokenizer"
+    for text in (capsys.readouterr().out, (target / "README.md").read_text()):
+        assert (needed in text) is not bool(marks)
+
+
+def test_card_has_the_learning_rates_of_the_steps_up_to_its_own(folder):
+    run = save_run(folder, **{"optimizer.learning_rate": 5e-3})  # step 1
+    row = {"changed": "optimizer.learning_rate", "now": 0}
+    rows = [row | {"step": 0, "before": 3e-3}, row | {"step": 1, "before": 5e-3}]
+    (folder.parent / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert export.main([run, "--hf", str(folder.parent / "exported")]) == 0
+    card = (folder.parent / "exported" / "README.md").read_text()
+    assert ", learning rate 0.003 to step 0, 0.005 |" in card
 
 
 def test_block_of_ones_own_is_exported_only_as_a_type_of_its_entry(

@@ -248,8 +248,8 @@ def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path):
 
 def test_card_says_what_the_run_says_about_itself():
     facts = {"steps": [200], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
-    facts |= {"has_tokenizer": False}
-    config, record = resolve(load("base", ["optimizer.learning_rate=1e-3"]), 4), Record(200, {}, {})
+    facts |= {"has_tokenizer": False, "end_of_turn": "", "learning_rate": "0.001"}
+    config, record = resolve(load("base", []), 4), Record(200, {}, {})
     card = model_card(config, record, **facts)
     assert "AutoTokenizer" not in card
     assert "evaluation loss" not in card
