@@ -188,11 +188,13 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
 class Optimizer(Variant):
     """An optimizer, `optimizer.name`: a function (`optimizer.*`, specs) -> optax transformation.
 
-    It has `moments` float32 state values per parameter, and does not read the keys `unused`.
+    It has `moments` state values per parameter, does not read the keys `unused`, and refuses
+    `refused`.
     """
 
     moments: float
     unused: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 _OPTIMIZERS = "maxpipe.training.optimizers:"
@@ -202,6 +204,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "factored second moments, next to no state",
         moments=0,
         unused=("beta1", "beta2", "eps"),
+        refused=("moment_dtype",),
     ),
     "adamw": Optimizer(_OPTIMIZERS + "adamw", "Adam with decoupled weight decay", moments=2),
     "lion": Optimizer(

@@ -38,7 +38,7 @@ def itemsize(dtype: str) -> int:
 
 def optimizer_bytes(config: Config) -> float:
     """Return the bytes of optimizer state per parameter."""
-    return FLOAT32 * OPTIMIZERS[config.optimizer.name].moments
+    return itemsize(config.optimizer.moment_dtype) * OPTIMIZERS[config.optimizer.name].moments
 
 
 def update_bytes(config: Config) -> float:

@@ -31,11 +31,11 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
+from maxpipe.training.mirrors import mirrors
 from maxpipe.training.stage_exchange import DeviceExchange, HostExchange
 from maxpipe.training.state import (
     HostArray,
     TrainState,
-    mirrors,
     names_of,
     shardings_of,
     step_key,
@@ -102,6 +102,7 @@ class MpmdTrainer(Trainer[MpmdState]):
             make_optimizer(
                 engine.model.specs(stage),
                 shardings=jax.tree.map(lambda p: p.sharding, engine.abstract[stage]),
+                layer_index=engine.layer_index(),
             )
             for stage in stages
         ]

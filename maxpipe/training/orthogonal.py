@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.devices.mesh import crossing_axes
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.sharding.rules import MeshAxes, axes_by_dimension
+from maxpipe.sharding.rules import MeshAxes, axes_by_dimension, axes_of
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at singular values of 0 (Jordan 2024)
@@ -50,13 +50,10 @@ class Matrices(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Shape of matrices, and how they lie over the mesh; those with the same layout are stacked.
+    """Rows and columns of whole matrices, and the mesh axes that split them.
 
-    Attributes:
-      shape: rows and columns of a whole matrix.
-      rows, columns: mesh axes that split them.
-      copies: mesh axes along which all devices have the same; without those across slices, between
-        which results would take longer to send than to compute.
+    Along `copies` all devices have the same. Axes across slices are left out: between slices
+    results would take longer to send than to compute.
     """
 
     shape: tuple[int, int]
@@ -84,17 +81,15 @@ def _layout(matrices: Matrices, ndim: int) -> Layout:
     assert sharding is not None
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
-    crossing = crossing_axes(mesh)
     entries = axes_by_dimension(sharding.spec)
-    entries += [()] * (ndim - len(entries))
-    used = {axis for axes in entries for axis in axes}
-    of_spec = entries[ndim - len(matrices.spec.shape) :]
+    of_spec = (entries + [()] * (ndim - len(entries)))[ndim - len(matrices.spec.shape) :]
     row, columns = matrices.sides
+    taken = {*axes_of(sharding.spec), *crossing_axes(mesh)}
     return Layout(
         matrices.shape,
         of_spec[row],
         tuple(axis for i in columns for axis in of_spec[i]),
-        tuple(a for a, n in mesh.shape.items() if n > 1 and a not in used and a not in crossing),
+        tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken),
     )
 
 

@@ -163,7 +163,9 @@ class SpmdTrainer(Trainer[TrainState]):
         layers = jax.eval_shape(engine.to_canonical, np.zeros(layer_shape))
         params = Weights(rules, program_specs, engine.layer_axes, layer_shape).abstract()
         self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
-        optimizer = make_optimizer(program_specs, shardings=self._param_shardings)
+        optimizer = make_optimizer(
+            program_specs, shardings=self._param_shardings, layer_index=engine.layer_index()
+        )
         super().__init__(program_specs, rules, optimizer, len(layers), adds_batch_digest)
         self._engine = engine
         self.batch_spec = rules.spec(("activation_batch", "activation_length"))

@@ -9,10 +9,12 @@ Letters: N layers with experts, in model order, E experts.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
@@ -20,6 +22,7 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.layers import RANK_AXIS
 from maxpipe.model.parameters import Params, ParamSpec, map_specs, trainable, with_trainable
+from maxpipe.training import moments
 
 # Matrices at the residual stream or a latent, and adapters, decay; norms and biases do not.
 DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router", RANK_AXIS}
@@ -85,6 +88,7 @@ class Optimizer:
         frozen; their logical axes say which decay, and which are selection biases of experts.
       bias_rate: `model.moe.bias_rate`.
       shardings: how the live parameters are laid out; None on one device.
+      layer_index: `layer_index()` of the engine, for moments in bfloat16.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Optimizer:
         specs: Params,
         bias_rate: float = 0.0,
         shardings: Params | None = None,
+        layer_index: np.ndarray | Sequence[np.ndarray] = (),
     ):
         self._config = config
         self._specs = specs
@@ -102,13 +107,20 @@ class Optimizer:
         self._transform = optax.with_extra_args_support(
             optimizer(config, moved_by_gradients(specs, specs))
         )
+        self._sources: Params | None = None
+        if config.moment_dtype == "bfloat16":
+            self._sources = moments.sources(specs, layer_index)
         self._shardings = shardings and moved_by_gradients(specs, shardings)
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> optax.OptState:
-        """Return the optimizer's state before the first step; statistics are float32."""
+        """Return the optimizer's state before the first step.
+
+        Statistics are float32, moments have `optimizer.moment_dtype`.
+        """
         params = moved_by_gradients(self._specs, params)
-        return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        state = self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return state if self._sources is None else moments.narrowed(state)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         return learning_rate(self._config, step)
@@ -159,9 +171,10 @@ class Optimizer:
             clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
         clipped, others = (moved_by_gradients(self._specs, tree) for tree in (gradients, params))
         clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, clipped)
-        directions, state = self._transform.update(
-            clipped, state, others, shardings=self._shardings
-        )
+        wide = state if self._sources is None else moments.widened(state)
+        directions, after = self._transform.update(clipped, wide, others, shardings=self._shardings)
+        if self._sources is not None:
+            after = moments.rounded(after, state, self._sources, step)
         rate = self.learning_rate(step)
 
         def apply(
@@ -178,7 +191,7 @@ class Optimizer:
             return (p32 - rate * (direction + decay * p32)).astype(p.dtype)
 
         trees = params, gradients, directions, self._decays
-        return map_specs(apply, self._specs, *trees), state
+        return map_specs(apply, self._specs, *trees), after
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:

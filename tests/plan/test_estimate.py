@@ -31,6 +31,7 @@ def config_of(**values):
     [
         ("lockstep_1f1b", {}),
         ("circular", {"model.lora.rank": 8}),
+        ("circular", {"optimizer.moment_dtype": "bfloat16"}),
         # A row of two layers on each of four stages, and one more for three outside.
         ("circular", {"model.num_layers": 11, "pipeline.parallel_layers": 8} | ONE_REPEAT),
         # A row of one layer, and three more for nine outside.

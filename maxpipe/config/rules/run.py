@@ -167,6 +167,13 @@ def check_spike_window(c: Config) -> Wrong:
         yield "optimizer.spike_window", f"must be 0 or at least {_LEAST_SPIKE_WINDOW}; got {window}"
 
 
+@check
+def check_moment_dtype(c: Config) -> Wrong:
+    o = c.optimizer
+    if o.moment_dtype != "float32" and o.name == "sgd" and not o.beta1:
+        yield "optimizer.moment_dtype", "sgd with optimizer.beta1=0 keeps no moments; leave it out"
+
+
 @derive("optimizer.decay_steps", "optimizer.warmup_steps")
 def derive_learning_rate_steps(c: Config) -> Derived:
     """Derive the steps of decay and warm-up from the steps of the run, once these are known."""

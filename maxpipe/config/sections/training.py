@@ -110,6 +110,11 @@ class OptimizerConfig:
     beta1: float = amount(0.9, "decay of the first moment, or momentum", maximum=0.9999)
     beta2: float = amount(0.95, "decay of the second moment", maximum=0.999999)
     eps: float = option(1e-8, "number added to the root of the second moment", above=0)
+    moment_dtype: str = option(
+        "float32",
+        "dtype in which moments are stored; bfloat16 is rounded stochastically",
+        choices=("float32", "bfloat16"),
+    )
     weight_decay: float = amount(0.1, "decoupled weight decay; applies to matrices only")
     grad_clip_norm: float = amount(1.0, "norm to which larger gradients are scaled; 0 = no bound")
     max_consecutive_skips: int = amount(5, "exit with 42 after so many non-finite steps; 0 = never")
