@@ -1,7 +1,8 @@
 """Compile the separate programs of the stages, and count what they exchange in a step.
 
 A unit of the schedule runs once for each microbatch. The programs that gather a chunk's weights
-before its units and reduce its gradients after them run once a step.
+before its units and reduce its gradients after them run once a step, and so does the optimizer's
+update of a stage, which is named after the stage's first chunk.
 """
 
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import Collective, find_collectives
@@ -22,13 +24,18 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.staged import NotCompiled
 
 # Names of the files that `write_programs` writes.
-_WRITTEN = re.compile(r"stage_\d+/(?:[FBIW]|gather|reduce)\d+\.(?:txt|hlo)")
+_WRITTEN = re.compile(r"stage_\d+/(?:[FBIW]|gather|reduce|update)\d+\.(?:txt|hlo)")
 
 
 class StagesTrainer(Protocol):
     """The compiled part of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
 
     engine: MpmdEngine
+
+    def compile_updates(self, meshes: Sequence[Mesh]) -> Iterator[jax.stages.Compiled]: ...
+
+
+UPDATE = "update"
 
 
 @dataclass(frozen=True)
@@ -83,18 +90,27 @@ def compile_programs(
       ConfigError: the compiler refuses that program for another reason.
     """
     num_microbatches = trainer.engine.table.num_microbatches
+
+    def program(
+        stage: int, name: UnitName, compiled: jax.stages.Compiled, offloaded: int = 0
+    ) -> CompiledProgram:
+        hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
+        return CompiledProgram(
+            stage,
+            name,
+            name.runs(num_microbatches),
+            memory_of(compiled, mesh),
+            find_collectives(parse(hlo), mesh),
+            offloaded,
+            hlo,
+        )
+
     try:
-        for stage, name, compiled, offloaded in trainer.engine.compile(names, meshes):
-            hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
-            yield CompiledProgram(
-                stage,
-                name,
-                name.runs(num_microbatches),
-                memory_of(compiled, mesh),
-                find_collectives(parse(hlo), mesh),
-                offloaded,
-                hlo,
-            )
+        for unit in trainer.engine.compile(names, meshes):
+            yield program(*unit)
+        if names is None:
+            for stage, compiled in enumerate(trainer.compile_updates(meshes)):
+                yield program(stage, UnitName(UPDATE, stage), compiled)
     except NotCompiled as error:
         if too_large := out_of_memory(error.reason, str(error.name)):
             raise too_large from None
@@ -119,6 +135,7 @@ def write_programs(
     for program in programs:
         folder = directory / f"stage_{program.stage}"
         folder.mkdir(exist_ok=True)
-        (folder / f"{program.name}.txt").write_text(texts[program.name], encoding="utf-8")
+        if text := texts.get(program.name):  # the update is not sliced out of anything
+            (folder / f"{program.name}.txt").write_text(text, encoding="utf-8")
         (folder / f"{program.name}.hlo").write_text(program.hlo, encoding="utf-8")
         yield program

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import Collective, summed
 from maxpipe.compile.knobs import knobs
-from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.predict import (
     basis_of,
     is_predictable,
@@ -30,7 +29,7 @@ from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.stage_timeline import predict_stages, stage_words, unit_costs
 from maxpipe.compile.prediction.unit_times import chunk_share, times_taken
 from maxpipe.compile.prediction.walk import Timeline
-from maxpipe.compile.programs import CompiledProgram, StagesTrainer, compile_programs
+from maxpipe.compile.programs import UPDATE, CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
 from maxpipe.compile.step import OutOfMemory
 from maxpipe.compile.topology import neighbour_bandwidth
@@ -48,7 +47,7 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.auto_stages import run_table
 from maxpipe.plan.choices import with_gather_mode
-from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
+from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform
 from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.search.patterns import units_in_flight
 
@@ -62,8 +61,8 @@ class StageBytes:
       in_flight: values that wait for later units, from shapes.
       working: temporary memory and code of its largest program, from the compiler, with offloaded
         residuals of two programs.
-      reduction: temporary memory, code and results of its largest sum of gradients over devices.
-        Gradients exist twice while it runs, after the chunk's units.
+      reduction: temporary memory, code and results of what runs after the units: the largest sum of
+        gradients over devices, which exist twice while it runs, or the optimizer's update.
       host: bytes of the host's memory per device, of residuals that wait there for later units.
     """
 
@@ -97,7 +96,7 @@ class StagesReport(StepReport):
     schedule_words: str | None = None
 
     def collectives(self, stage: int) -> list[Collective]:
-        """Return one device's collectives of a stage in a step, without the optimizer's update."""
+        """Return one device's collectives of a stage in a step."""
         of_stage = (program for program in self.programs if program.stage == stage)
         return summed((p.runs, c) for p in of_stage for c in p.collectives)
 
@@ -131,7 +130,7 @@ class StagesReport(StepReport):
             )
             if stage.reduction > stage.in_flight + stage.working:
                 lines.append(
-                    f"            summing gradients over devices at the end needs "
+                    f"            summing gradients over devices, or the update, at the end needs "
                     f"{size(stage.reduction)} instead of the last two"
                 )
             if stage.host:
@@ -147,7 +146,6 @@ class StagesReport(StepReport):
         if self.predicted:
             lines += self.predicted.lines()
             lines.append("  parts are means of all stages")
-            lines.append("  the optimizer's update is a closed form, among the loop fusions")
             lines += [f"  without {part}" for part in self.predicted.leaves_out]
             if self.schedule_words:
                 lines.append(f"  units of each stage, for maxpipe.schedule: {self.schedule_words}")
@@ -214,11 +212,11 @@ def _stages(
     for stage, of_stage in enumerate(_layers_of_chunks(trainer, table)):
         of_programs = [program for program in compiled if program.stage == stage]
         copied = max(program.offloaded for program in of_programs)
-        working = copied + max(program.working for program in of_programs)
+        working = copied + max(p.working for p in of_programs if p.name.kind != UPDATE)
         reductions = [
             program.memory.total - program.memory.arguments
             for program in of_programs
-            if program.name.kind == "reduce"
+            if program.name.kind in ("reduce", UPDATE)
         ]
         state = memory.state_bytes(stage, sum(of_stage))
         in_flight = memory.in_flight_bytes(stage, of_stage)
@@ -233,18 +231,6 @@ def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
     for layers, stage in chunks:
         stages[stage].append(len(layers))
     return stages
-
-
-def _update_seconds(
-    config: Config, table: Table, trainer: StagesTrainer, chip: Chip, constants: Constants
-) -> list[float]:
-    """Return the seconds of each stage's update of its parameters, priced as in a plan."""
-    memory = StageMemory(config, table)
-    seconds = update_bytes(config) / (chip.memory_shares.float32 * constants.hbm_bandwidth)
-    return [
-        seconds * memory.updated_parameters(stage, sum(layers))
-        for stage, layers in enumerate(_layers_of_chunks(trainer, table))
-    ]
 
 
 def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
@@ -284,13 +270,11 @@ def _with_prediction(
         unknown = ["transfers between stages, over a network of unknown bandwidth"]
         return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))
     communication = transfer_bytes / bandwidth
-    updates = _update_seconds(config, table, trainer, chip, constants)
-    predicted = predict_stages(table, timelines, basis, communication, updates)
+    predicted = predict_stages(table, timelines, basis, communication)
     speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
     costs = unit_costs(table, timelines, communication)
     offloads = any(program.offloaded for program in report.programs)
     left_out = ["transfers to the host"] * offloads
-    left_out += ["products of the optimizer"] * (config.optimizer.name == "muon")
     return replace(
         report,
         predicted=replace(predicted, speed=speed, leaves_out=left_out),

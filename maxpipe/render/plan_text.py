@@ -273,7 +273,7 @@ def _omissions(plan: Plan) -> Iterator[str]:
         )
     if any(offloaded_names(row.config.pipeline) for row in table_rows(plan)):
         yield "transfers to the host's memory are not in these seconds"
-    # A compiled step of one program includes what follows.
+    # Compiled steps include what follows.
     if config.optimizer.name == "muon":
         yield "closed forms leave out the products of Muon's update: a step takes longer"
     if (kind := config.model.quantisation) != "none":

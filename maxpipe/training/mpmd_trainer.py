@@ -7,7 +7,7 @@ processes are absent (`devices.transfers`), and calls the same functions in the 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -25,11 +25,12 @@ from maxpipe.devices import processes
 from maxpipe.devices.agreement import agree_on
 from maxpipe.devices.transfers import absent, describe_transfers, is_here, processes_of, send
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, trainable
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
+from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mirrors import mirrors
 from maxpipe.training.stage_exchange import DeviceExchange, HostExchange
@@ -98,15 +99,9 @@ class MpmdTrainer(Trainer[MpmdState]):
         stages = range(len(engine.meshes))
         self._is_here = list(map(is_here, engine.meshes))
         self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
-        self._optimizers = [
-            make_optimizer(
-                engine.model.specs(stage),
-                shardings=jax.tree.map(lambda p: p.sharding, engine.abstract[stage]),
-                layer_index=engine.layer_index(),
-            )
-            for stage in stages
-        ]
-        self._abstract = [self._abstract_stage(stage) for stage in stages]
+        self._make_optimizer = make_optimizer
+        self._optimizers = [self._optimizer_of(stage, engine.meshes[stage]) for stage in stages]
+        self._abstract = [self._abstract_stage(stage, engine.meshes[stage]) for stage in stages]
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
         mesh = rules.mesh
         assert isinstance(mesh, Mesh)
@@ -121,14 +116,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         self._norm = OnStage(lambda squares: jnp.sqrt(sum(squares[1:], squares[0])), end)
         self._load_figures = OnStage(load_figures, end)
         self._judge = OnStage(partial(judge_step, self._optimizer), end)
-        self._update = [
-            jax.jit(
-                partial(_update, optimizer, self._place_load),
-                out_shardings=shardings,
-                donate_argnums=0,
-            )
-            for optimizer, shardings in zip(self._optimizers, self._shardings, strict=True)
-        ]
+        self._update = [self._update_of(stage, engine.meshes[stage]) for stage in stages]
 
     @classmethod
     def of_run(
@@ -345,9 +333,38 @@ class MpmdTrainer(Trainer[MpmdState]):
         place = partial(_place, sharding=self._replicated[self.engine.loss_stage])
         return MpmdState(tuple(stages), *jax.tree.map(place, (skips, history)))
 
-    def _abstract_stage(self, stage: int) -> StageState:
+    def _optimizer_of(self, stage: int, mesh: Mesh) -> Optimizer:
+        params = self.engine.model.abstract(stage, mesh)
+        return self._make_optimizer(
+            self.engine.model.specs(stage),
+            shardings=jax.tree.map(lambda p: p.sharding, params),
+            layer_index=self.engine.layer_index(),
+        )
+
+    def _update_of(self, stage: int, mesh: Mesh) -> jax.stages.Wrapped:
+        return jax.jit(
+            partial(_update, self._optimizer_of(stage, mesh), self._place_load),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self._abstract_stage(stage, mesh)),
+            donate_argnums=0,
+        )
+
+    def compile_updates(self, meshes: Sequence[Mesh]) -> Iterator[jax.stages.Compiled]:
+        """Compile the update of each stage, without load of experts, for a mesh like its own."""
+        compiler = UnitCompiler()
+        for stage, mesh in enumerate(meshes):
+            replicated = NamedSharding(mesh, PartitionSpec())
+            state = self._abstract_stage(stage, mesh)
+            moving = trainable(self.engine.model.specs(stage), state.params)
+            gradients = jax.tree.map(lambda p: p.update(dtype=jnp.float32), moving)
+            norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+            accept = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated)
+            lowered = self._update_of(stage, mesh).lower(state, gradients, norm, accept, None)
+            yield compiler.compile(lowered, mesh)
+
+    def _abstract_stage(self, stage: int, mesh: Mesh) -> StageState:
         shapes = jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0))
-        shardings = shardings_of(shapes, self.engine.abstract[stage], self._replicated[stage])
+        params = self.engine.model.abstract(stage, mesh)
+        shardings = shardings_of(shapes, params, NamedSharding(mesh, PartitionSpec()))
         return jax.tree.map(with_sharding, shapes, shardings)
 
     def _new_stage(self, stage: int, key: jax.Array) -> StageState:

@@ -48,7 +48,8 @@ def test_every_computation_is_there_as_sliced_and_as_compiled(written):
     files = sorted(str(path.relative_to(written)) for path in written.glob("*/*.*"))
     kinds = ("F", "I", "W", "reduce")
     names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in kinds]
-    assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
+    sliced = [f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo")]
+    assert files == sorted([*sliced, "stage_0/update0.hlo", "stage_1/update1.hlo"])
     paths = "stage_0/F0.txt", "stage_1/W1.txt", "stage_1/I1.hlo"
     forward, late, hlo = ((written / path).read_text() for path in paths)
     # As sliced, with where values come from and go.
@@ -79,6 +80,7 @@ def test_the_report_has_memory_by_stage_and_units(written):
     config = load("configs/base.yml", [*SMALL, "pipeline.layers_per_stage=[1,1]"])
     assert report["bubble"] == pytest.approx(bubble_fraction(resolve(config, 8)))
     names = ["F0", "F1", "I1", "W1", "I0", "W0", "reduce0", "reduce1"]
+    names += ["update0", "update1"]
     assert [program["name"] for program in report["programs"]] == names
     totals = []
     for number, stage in enumerate(report["stages"]):
@@ -89,7 +91,9 @@ def test_the_report_has_memory_by_stage_and_units(written):
         assert stage["state_bytes"] > 4 * 4 * layer / 4
         assert stage["in_flight_bytes"] > 0
         programs = [p for p in report["programs"] if p["stage"] == number]
-        assert stage["working_bytes"] == max(p["temp_bytes"] + p["program_bytes"] for p in programs)
+        *units, update = programs
+        assert stage["working_bytes"] == max(p["temp_bytes"] + p["program_bytes"] for p in units)
+        assert update["arguments_bytes"] > 4 * 4 * layer / 4
         # The summed gradients, which are there next to those of this device's rows
         assert stage["reduction_bytes"] > 4 * layer / 4
     assert len(totals) == 2

@@ -1,14 +1,14 @@
 """Predict a step of the mpmd engine from the timelines of its units' programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from maxpipe.compile.prediction.operations import Part
 from maxpipe.compile.prediction.predict import prediction_of
 from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.walk import Timeline
+from maxpipe.compile.programs import UPDATE
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.plan.simulate import COST_FIELDS, Costs, simulate
@@ -19,25 +19,24 @@ def predict_stages(
     timelines: Mapping[UnitName, Timeline],
     basis: Basis,
     communication: float,
-    updates: Sequence[float],
 ) -> Prediction:
     """Compose the units' times in the order of the schedule.
 
     What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
     time alone. All stages update their parameters when the last one has its gradients, since they
-    need the norm of all; that counts as loop fusions priced by bytes. The start of the step is
-    not included. Parts, guessed seconds and bubble are means of all stages.
+    need the norm of all. The start of the step is not included. Parts, guessed seconds and bubble
+    are means of all stages.
 
     Args:
       communication: seconds to send a unit's result to a neighbouring stage.
-      updates: seconds of the optimizer's update of each stage.
     """
     run = simulate(table, unit_costs(table, timelines, communication))
-    once = np.zeros(table.num_stages)
+    once, updates = np.zeros(table.num_stages), np.zeros(table.num_stages)
     mean = Timeline()  # of what all stages run, each operation as often as a stage on average
     for name, timeline in timelines.items():
         if name.kind not in KINDS:
-            once[table.stage_of_chunk[name.chunk]] += timeline.seconds
+            of_stages = updates if name.kind == UPDATE else once
+            of_stages[table.stage_of_chunk[name.chunk]] += timeline.seconds
         runs = name.runs(table.num_microbatches) / table.num_stages
         mean.unknown_loops += timeline.unknown_loops
         mean.spent += [
@@ -45,16 +44,13 @@ def predict_stages(
             for each in timeline.spent
         ]
     work = run.work + once + updates
-    makespan = float((run.last_end + once).max()) + max(updates)
-    predicted, update = prediction_of(mean, basis), float(np.mean(updates))
-    loop_fusions = predicted.parts[Part.LOOP_FUSIONS] + update
+    makespan = float((run.last_end + once).max() + updates.max())
+    predicted = prediction_of(mean, basis)
     return replace(
         predicted,
         seconds=None if predicted.unknown else makespan,
-        parts=predicted.parts | {Part.LOOP_FUSIONS: loop_fusions},
         bubble=makespan - float(work.mean()),
         has_bubble_in_parts=False,
-        guessed=predicted.guessed + update,
     )
 
 

@@ -286,9 +286,6 @@ class StageMemory:
     def state_bytes(self, stage: int, layers: int) -> float:
         return single(_state(self._sizes, layers, *self._ends(stage)))
 
-    def updated_parameters(self, stage: int, layers: int) -> float:
-        return single(_owned(self._sizes.trained, layers, *self._ends(stage)))
-
     def in_flight_bytes(self, stage: int, chunks: Sequence[int]) -> float:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
         sizes, layers = self._sizes, np.asarray(chunks, float)

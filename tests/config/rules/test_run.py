@@ -13,8 +13,8 @@ mesh.elastic.axes=[data] compile.load=step -> mesh.elastic.axes: leave out one o
 optimizer.warmup_steps=101 -> optimizer.warmup_steps: than optimizer.decay_steps=100
 optimizer.moment_dtype=bfloat16 optimizer.name=adafactor -> optimizer.moment_dtype: no effect with
     optimizer.name=adafactor, only with adamw, lion, muon, sgd
-optimizer.moment_dtype=bfloat16 optimizer.name=sgd optimizer.beta1=0 -> optimizer.moment_dtype: leave
-    it out
+optimizer.moment_dtype=bfloat16 optimizer.name=sgd optimizer.beta1=0 -> optimizer.moment_dtype:
+    keeps no moments; leave it out
 telemetry.profile_steps=[7,5] -> telemetry.profile_steps: first <= last
 telemetry.profile_steps=[99,101] -> telemetry.profile_steps: last <= steps=100
 telemetry.wandb=p telemetry.log_every=0 -> telemetry.wandb: needs telemetry.log_every
