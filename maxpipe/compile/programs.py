@@ -8,6 +8,7 @@ update of a stage, which is named after the stage's first chunk.
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -90,27 +91,23 @@ def compile_programs(
       ConfigError: the compiler refuses that program for another reason.
     """
     num_microbatches = trainer.engine.table.num_microbatches
-
-    def program(
-        stage: int, name: UnitName, compiled: jax.stages.Compiled, offloaded: int = 0
-    ) -> CompiledProgram:
-        hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
-        return CompiledProgram(
-            stage,
-            name,
-            name.runs(num_microbatches),
-            memory_of(compiled, mesh),
-            find_collectives(parse(hlo), mesh),
-            offloaded,
-            hlo,
-        )
-
+    updates = (
+        (stage, UnitName(UPDATE, stage), compiled, 0)
+        for stage, compiled in enumerate(trainer.compile_updates(meshes))
+    )
+    units = trainer.engine.compile(names, meshes)
     try:
-        for unit in trainer.engine.compile(names, meshes):
-            yield program(*unit)
-        if names is None:
-            for stage, compiled in enumerate(trainer.compile_updates(meshes)):
-                yield program(stage, UnitName(UPDATE, stage), compiled)
+        for stage, name, compiled, offloaded in chain(units, updates if names is None else ()):
+            hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
+            yield CompiledProgram(
+                stage,
+                name,
+                name.runs(num_microbatches),
+                memory_of(compiled, mesh),
+                find_collectives(parse(hlo), mesh),
+                offloaded,
+                hlo,
+            )
     except NotCompiled as error:
         if too_large := out_of_memory(error.reason, str(error.name)):
             raise too_large from None

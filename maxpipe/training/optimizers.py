@@ -100,14 +100,15 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 def _orthogonal(specs: Params, directions: Params, shardings: Params | None) -> Params:
     """Orthogonalise the matrices among directions, and scale them as AdamW's."""
     leaves, structure = jax.tree.flatten(directions)
-    all_specs: list[ParamSpec] = []
-    map_specs(lambda spec: all_specs.append(spec), specs)
+    all_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
     at_rest = jax.tree.leaves(shardings) or [None] * len(leaves)
-    found = {
-        i: Matrices(spec, sides, sharding)
-        for i, (spec, sharding) in enumerate(zip(all_specs, at_rest, strict=True))
-        if (sides := matrix_sides(spec))
-    }
+    found = {}
+    for i, (spec, sharding) in enumerate(zip(all_specs, at_rest, strict=True)):
+        if sides := matrix_sides(spec):
+            row, columns = sides
+            shape = spec.shape[row], math.prod(spec.shape[j] for j in columns)
+            last = tuple(j - len(spec.shape) for j in (row, *columns))
+            found[i] = Matrices(shape, last, sharding)
     done = orthogonalised([leaves[i] for i in found], [*found.values()])
     for i, direction in zip(found, done, strict=True):
         # An orthogonal matrix of sides m <= n has the root mean square 1 / sqrt(n).

@@ -1,11 +1,9 @@
 """Orthogonalise matrices; of several devices each takes some whole ones.
 
-A parameter is a stack of matrices: those of its layers, and of the experts of a layer. At rest a
-device has a part of each, and devices along `data` and `context` have the same parts. Newton-Schulz
-multiplies a matrix with itself ten times, for which parts would have to be exchanged each time.
-Instead they are exchanged once: matrices of one shape are dealt out, and the results go back to
-where the parameters lie, as in distributed Muon (Liu et al. 2025, "Muon is Scalable for LLM
-Training").
+A parameter is a stack of matrices, of layers and perhaps of experts. At rest a device has a part of
+each, and devices along `data` and `context` have the same parts, which products of matrices would
+exchange again and again. Instead matrices of one shape are dealt out, and the results go back to
+where the parameters lie (Liu et al. 2025, "Muon is Scalable for LLM Training").
 
 Letters: N matrices, R rows, C columns.
 """
@@ -22,7 +20,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.devices.mesh import crossing_axes
-from maxpipe.model.parameters import ParamSpec
 from maxpipe.sharding.rules import MeshAxes, axes_by_dimension, axes_of
 
 NUM_ITERATIONS = 5
@@ -34,19 +31,14 @@ class Matrices(NamedTuple):
     """A parameter as matrices.
 
     Attributes:
-      spec: spec of one layer.
-      sides: dimension of the rows, and those of the columns, of `spec.shape`.
+      shape: rows and columns.
+      dimensions: that of the rows, then those of the columns, counted from the last, -1.
       sharding: of the live parameter, which has leading layer dimensions; None on one device.
     """
 
-    spec: ParamSpec
-    sides: tuple[int, tuple[int, ...]]
+    shape: tuple[int, int]
+    dimensions: tuple[int, ...]
     sharding: NamedSharding | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        row, columns = self.sides
-        return self.spec.shape[row], math.prod(self.spec.shape[i] for i in columns)
 
 
 class Layout(NamedTuple):
@@ -63,7 +55,7 @@ class Layout(NamedTuple):
 
 
 def orthogonalised(arrays: list[jax.Array], matrices: list[Matrices]) -> list[jax.Array]:
-    """Orthogonalise all matrices of parameters [..., *spec.shape], laid out as these are."""
+    """Orthogonalise all matrices of parameters, which are laid out as these are."""
     shardings = [m.sharding for m in matrices if m.sharding is not None]
     if not shardings or shardings[0].mesh.size == 1:
         layouts = [Layout(m.shape) for m in matrices]
@@ -82,15 +74,11 @@ def _layout(matrices: Matrices, ndim: int) -> Layout:
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
     entries = axes_by_dimension(sharding.spec)
-    of_spec = (entries + [()] * (ndim - len(entries)))[ndim - len(matrices.spec.shape) :]
-    row, columns = matrices.sides
+    entries += [()] * (ndim - len(entries))
+    rows, *columns = (entries[i] for i in matrices.dimensions)
     taken = {*axes_of(sharding.spec), *crossing_axes(mesh)}
-    return Layout(
-        matrices.shape,
-        of_spec[row],
-        tuple(axis for i in columns for axis in of_spec[i]),
-        tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken),
-    )
+    copies = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken)
+    return Layout(matrices.shape, rows, sum(columns, ()), copies)
 
 
 def _orthogonalised(
@@ -102,32 +90,21 @@ def _orthogonalised(
         groups[layout].append(i)
     results = list(parts)
     for layout, members in groups.items():
-        stacks = [_stacked(parts[i], matrices[i]) for i in members]
+        turned, stacks = {}, []
+        for i in members:
+            dimensions = matrices[i].dimensions
+            first = -len(dimensions)
+            x = jnp.moveaxis(parts[i], dimensions, range(first, 0))
+            turned[i] = x.shape
+            # [..., R / r, columns] -> [N, R / r, C / c]
+            stacks.append(x.reshape(-1, x.shape[first], math.prod(x.shape[first + 1 :])))
         ends = np.cumsum([len(stack) for stack in stacks])[:-1]
         done = jnp.split(_dealt_out(jnp.concatenate(stacks), layout, sizes), ends)
         for i, stack in zip(members, done, strict=True):
-            results[i] = _unstacked(stack, parts[i].shape, matrices[i])
+            dimensions = matrices[i].dimensions
+            x = stack.reshape(turned[i])
+            results[i] = jnp.moveaxis(x, range(-len(dimensions), 0), dimensions)
     return results
-
-
-def _stacked(part: jax.Array, matrices: Matrices) -> jax.Array:
-    """Return a part of a parameter as parts of matrices [N, R / r, C / c]."""
-    turned = part.transpose(_order(part.ndim, matrices))
-    row = part.ndim - 1 - len(matrices.sides[1])
-    return turned.reshape(-1, turned.shape[row], math.prod(turned.shape[row + 1 :]))
-
-
-def _unstacked(stack: jax.Array, shape: tuple[int, ...], matrices: Matrices) -> jax.Array:
-    order = _order(len(shape), matrices)
-    return stack.reshape([shape[i] for i in order]).transpose(np.argsort(order))
-
-
-def _order(ndim: int, matrices: Matrices) -> tuple[int, ...]:
-    """Return the order of dimensions in which rows and columns are last."""
-    first = ndim - len(matrices.spec.shape)
-    row, columns = matrices.sides
-    last = (first + row, *(first + i for i in columns))
-    return (*(i for i in range(ndim) if i not in last), *last)
 
 
 def _dealt_out(stack: jax.Array, layout: Layout, sizes: dict[str, int]) -> jax.Array:

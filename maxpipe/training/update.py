@@ -107,9 +107,8 @@ class Optimizer:
         self._transform = optax.with_extra_args_support(
             optimizer(config, moved_by_gradients(specs, specs))
         )
-        self._sources: Params | None = None
-        if config.moment_dtype == "bfloat16":
-            self._sources = moments.sources(specs, layer_index)
+        is_narrow = config.moment_dtype == "bfloat16"
+        self._sources = moments.sources(specs, layer_index) if is_narrow else None
         self._shardings = shardings and moved_by_gradients(specs, shardings)
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
@@ -120,7 +119,7 @@ class Optimizer:
         """
         params = moved_by_gradients(self._specs, params)
         state = self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        return state if self._sources is None else moments.narrowed(state)
+        return moments.cast(state, jnp.float32, jnp.dtype(self._config.moment_dtype))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         return learning_rate(self._config, step)
@@ -171,7 +170,7 @@ class Optimizer:
             clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
         clipped, others = (moved_by_gradients(self._specs, tree) for tree in (gradients, params))
         clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, clipped)
-        wide = state if self._sources is None else moments.widened(state)
+        wide = moments.cast(state, jnp.dtype(config.moment_dtype), jnp.float32)
         directions, after = self._transform.update(clipped, wide, others, shardings=self._shardings)
         if self._sources is not None:
             after = moments.rounded(after, state, self._sources, step)

@@ -100,16 +100,23 @@ def test_layers_moments_steps_and_parameters_draw_apart():
     ]
     different = [layer.tobytes() for bits in drawn for layer in bits]
     assert len(set(different)) == len(different) == 8 * 4
-    assert abs(np.mean(drawn) / 2**15 - 1) < 0.02
+    # Uniform, also along rows, columns and layers.
+    bits = np.stack(drawn).reshape(-1, *shape) / 2**16 - 0.5
+    assert abs(bits.mean()) < 0.01
+    assert abs(bits.var() * 12 - 1) < 0.02
+    for axis in range(4):
+        neighbours = np.take(bits, range(1, bits.shape[axis]), axis)
+        others = np.take(bits, range(bits.shape[axis] - 1), axis)
+        assert abs(12 * (neighbours * others).mean()) < 0.05
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize(
-    "words",
+    ("words", "name"),
     [
-        "engine=sequential fsdp=2",
-        "schedule=circular stage=2 fsdp=2 num_repeats=2",
-        "schedule=1f1b stage=2 layers_per_stage=[3,1]",
+        ("engine=sequential fsdp=2", "adamw"),
+        ("schedule=circular stage=2 fsdp=2 num_repeats=2", "muon"),
+        ("schedule=lockstep_1f1b stage=2", "lion"),
+        ("schedule=1f1b stage=2 layers_per_stage=[3,1]", "adamw"),
     ],
 )
 def test_run_resumes_to_the_bit(words, name):
