@@ -13,9 +13,10 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import lookup
-from maxpipe.config.options import OPTIONS
+from maxpipe.config.options import OPTIONS, update
 from maxpipe.config.printing import DERIVED
-from maxpipe.config.sections import DataConfig
+from maxpipe.config.rules.engines import idleness
+from maxpipe.config.sections import Config, DataConfig
 from maxpipe.config.values import is_finite
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.telemetry.writers import CHANGED, parse_row
@@ -88,6 +89,10 @@ class Recorded:
             return None
         return DataConfig(global_batch_size=rows, batch_ramp=ramp).sequences(step) * length
 
+    def is_idle(self, key: str) -> bool:
+        """Return whether a key has no effect in this run, as those of a pipeline without one."""
+        return idleness(update(Config(), self.settings), key) is not None
+
     def median(self, column: str) -> Number:
         values = [value for value in self.steps[column] if value is not None]
         return statistics.median(values) if values else None
@@ -120,20 +125,26 @@ def last_step(file: Path) -> int:
 
 
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
-    """Return the keys, but names and places, that differ between runs or were changed midway."""
+    """Return the keys, but names and places, that differ between runs or were changed midway, and
+    have an effect in any.
+    """
     known = [run for run in runs if run.settings]
     midway = {change[1] for run in known for change in run.changes}
     return [
         key
         for key in OPTIONS
         if key not in ("run_name", "output_dir")
-        and not all(key in (run.derived or ()) for run in known)
+        # The engine says which of the others have an effect.
+        and (key == "pipeline.engine" or not all(key in (run.derived or ()) for run in known))
         and (key in midway or len({str(run.settings.get(key)) for run in known}) > 1)
+        and not all(run.is_idle(key) for run in known)
     ]
 
 
 def changed_keys(run: Recorded) -> list[str]:
-    """Return the keys that were set to other values than their defaults, or changed midway."""
+    """Return the keys that were set to other values than their defaults, or changed midway, and
+    have an effect.
+    """
     midway = {change[1] for change in run.changes}
     may_be_derived = {key for key, option in OPTIONS.items() if option.bounds.derived}
     derived = may_be_derived if run.derived is None else run.derived
@@ -141,7 +152,7 @@ def changed_keys(run: Recorded) -> list[str]:
         key
         for key, option in OPTIONS.items()
         if key in run.settings and key not in derived
-        if key in midway or run.settings[key] != option.default
+        if (key in midway or run.settings[key] != option.default) and not run.is_idle(key)
     ]
 
 

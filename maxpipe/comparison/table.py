@@ -2,13 +2,7 @@
 
 from collections.abc import Sequence
 
-from maxpipe.comparison.recorded import (
-    KeyChange,
-    Number,
-    Recorded,
-    changed_keys,
-    differing_keys,
-)
+from maxpipe.comparison.recorded import KeyChange, Number, Recorded, changed_keys, differing_keys
 from maxpipe.config.values import as_written
 from maxpipe.render.columns import columns
 from maxpipe.telemetry.console import format_count, format_seconds
@@ -75,9 +69,11 @@ def figures(run: Recorded) -> tuple[str, ...]:
 
 
 def value_text(run: Recorded, key: str) -> str:
-    """Return the value of a key, shortened, with earlier ones of the run; "?" if not known."""
-    if not run.settings:
-        return "?"
+    """Return the value of a key, shortened, with earlier ones of the run; "?" if not known, "-" if
+    without effect.
+    """
+    if not run.settings or run.is_idle(key):
+        return "-" if run.settings else "?"
     text = history_text(key, run.settings.get(key), run.changes)
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
 

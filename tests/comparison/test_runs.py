@@ -173,6 +173,18 @@ def test_compare_lists_the_keys_that_differ(two, capsys):
     ]
 
 
+def test_compare_names_the_engine_and_no_value_without_effect(tmp_path, capsys):
+    write_run(tmp_path / "zb", "pipeline.schedule=zb_h1", "pipeline.num_repeats=1")
+    write_run(tmp_path / "flat", "mesh.ici.stage=1", "mesh.ici.fsdp=4", "steps=6")
+    differences = printed(capsys, "compare", tmp_path / "zb", tmp_path / "flat").split("\n\n")[1]
+    rows = {line.split()[0]: line.split()[1:] for line in differences.splitlines()}
+    assert rows["pipeline.engine"] == ["mpmd", "sequential"]
+    assert rows["pipeline.schedule"] == ["zb_h1", "-"]
+    assert "pipeline.num_repeats" not in printed(capsys, "show", tmp_path / "flat")
+    write_run(tmp_path / "other", "mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.schedule=zb_h1")
+    assert "schedule" not in printed(capsys, "compare", tmp_path / "flat", tmp_path / "other")
+
+
 def test_compare_of_long_names_has_a_line_for_each_run(tmp_path, capsys):
     for rate in ("1e-3", "1e-4"):
         root = tmp_path / f"a_run_with_a_very_long_name_{rate}"

@@ -46,11 +46,7 @@ def axes_problems(c: Config) -> list[Problem]:
 
 
 def fit_mesh(
-    c: Config,
-    num_devices: int,
-    num_slices: int,
-    rules: Sequence[Rule],
-    sources: Mapping[str, str],
+    c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule], sources: Mapping[str, str]
 ) -> Config:
     """Return the config with the unknown axes filled in, for devices over all slices.
 
