@@ -31,6 +31,7 @@ from maxpipe.config.values import convert
 
 KEY = "base_model"
 _WEIGHTS, _TOKENIZER, _TEMPLATE = "init_from", "data.tokenizer", "data.chat_template"
+_LENGTH = "data.sequence_length"
 _TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 
 
@@ -107,11 +108,18 @@ def apply(
 def remarks(values: Mapping[str, object]) -> list[str]:
     """Return notes for the user on what the files of the base leave open, after `apply`."""
     init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
-    lines = []
+    lines, run = list[str](), run_of(init_from)
+    learned = _settings_of(run).get(_LENGTH) if run else None
     if folder:
         conflicts = attribute_of("maxpipe.hf.rope:rope_conflicts")
         content = from_hf.read_config_json(folder)
         lines = [f"{from_hf.KEY}: {from_hf.FILE}: {line}" for line in conflicts(content)]
+        learned = content.get("max_position_embeddings") if init_from else None
+    length = values.get(_LENGTH, OPTIONS[_LENGTH].default)
+    if isinstance(length, int) and isinstance(learned, int) and length > learned:
+        lines.append(
+            f"{_LENGTH}={length} is longer than the base's {learned}: it knows no later position"
+        )
     if (init_from or folder) and _needs_tokenizer(values):
         default = OPTIONS[_TOKENIZER].default
         lines.append(f"{_TOKENIZER}={default}: {init_from or folder} has none that can be read")

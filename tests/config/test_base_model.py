@@ -87,6 +87,15 @@ def test_base_without_a_tokenizer_and_with_two_rotations_is_said(folder):
     assert "SentencePiece .model" in problem(f"base_model={base}")["data.tokenizer"]
 
 
+def test_rows_longer_than_those_of_the_base_are_said(run, folder):
+    most = recorded("gemma3")["config"]["max_position_embeddings"]
+    for base, learned in ((f"run:{run}", 128), (f"hf:{folder}", most)):
+        for length in (learned, learned + 1):
+            words = (f"base_model={base}", f"data.sequence_length={length}")
+            said = "".join(load("base", [*ONE_STAGE, *words]).remarks)
+            assert (f"={length} is longer than the base's {learned}:" in said) == (length > learned)
+
+
 def test_keys_that_contradict_the_base_are_refused_and_written_ones_agree(folder, tmp_path):
     base = f"base_model=hf:{folder}"
     assert "base_model=hf:" in problem(base, "init_from=run:other")["init_from"]
