@@ -21,6 +21,7 @@ from maxpipe.data.documents import (
     EncodedDocuments,
     MarkedText,
     Split,
+    describe_held_out,
     open_sources,
 )
 from maxpipe.data.loader import check_base_tokenizer, encoder_of, open_tokenizer
@@ -39,16 +40,22 @@ def check(config: Config) -> int:
     open_tokenizer(config)
     check_base_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
-    ends_the_run = False
+    ends_the_run, counts = False, dict[str, Counter[str]]()
     for split in splits:
         documents, _ = open_mixture(config.data, split, config.seed, rows=1)
         encoder = encoder_of(config, documents, skips_bad=False)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
         found, problems = _scan(documents, encoder, split, row)
+        counts[split] = found
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, found, problems, skips), sep="\n")
         ends_the_run |= bool(found["fatal"] or (found["bad"] and not skips))
         ends_the_run |= found["bad"] + found["empty"] == found["documents"]
+    if config.eval.every and not config.data.eval_path:
+        held_out, whole = counts["eval"], counts["train"] + counts["eval"]
+        share = 100 * held_out["tokens"] / max(whole["tokens"], 1)
+        documents_held_out = describe_held_out(held_out["documents"], whole["documents"])
+        print(f"held out: {documents_held_out}, {share:.1f} % of the tokens")
     return FOUND if ends_the_run else SOUND
 
 

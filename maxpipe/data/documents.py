@@ -19,6 +19,7 @@ from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import path_error, reworded
 from maxpipe.data.tokenizers import Tokenizer, frame_of
 
+FEW_DOCUMENTS = 10  # with fewer, single documents decide the loss
 _BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
 
 Split = Literal["train", "eval"]
@@ -141,11 +142,12 @@ class Concatenation:
 
 
 class Subset:
-    """The documents at `indices` (int64 [n]) of others."""
+    """The documents at `indices` (int64 [n]) of others, of which there are `num_whole`."""
 
     def __init__(self, documents: Documents, indices: np.ndarray):
         self._documents = documents
         self._indices = indices
+        self.num_whole = len(documents)
         self.blocks: Blocks | None = getattr(documents, "blocks", None)
         if self.blocks:
             ends = np.searchsorted(indices, np.cumsum(self.blocks.sizes))
@@ -256,6 +258,12 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
     in_eval[hashes.argmax()] = False
     del hashes
     return Subset(documents, np.flatnonzero(in_eval if split == "eval" else ~in_eval))
+
+
+def describe_held_out(count: int, total: int) -> str:
+    """Return in words how many documents are held out, with the remedy if they are few."""
+    few = " (few: raise data.eval_fraction)" if count < FEW_DOCUMENTS else ""
+    return f"{count:,} of {total:,} documents{few}"
 
 
 def _hash(indices: np.ndarray) -> np.ndarray:

@@ -20,7 +20,13 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Encoded, EncodedDocuments, is_mixed, open_sources
+from maxpipe.data.documents import (
+    Encoded,
+    EncodedDocuments,
+    describe_held_out,
+    is_mixed,
+    open_sources,
+)
 from maxpipe.data.loader import (
     SKIPPED_NAMED,
     STREAM_THREADS,
@@ -43,12 +49,14 @@ class Text:
 
     Attributes:
       documents: the documents that were read, in order, of all `num_documents`.
+      held_out_of: number of documents of which these are a part; 0 for a set of its own.
       chunks: number of chunks.
       tokens: number of tokens to predict in the documents that were read.
     """
 
     def __init__(self, encoder: EncodedDocuments, enough: float, row: int, packing: bool):
         self.num_documents = len(encoder)
+        self.held_out_of = getattr(encoder.documents, "num_whole", 0)
         order = order_of(encoder.documents, 0, shuffle=True, rows=1)
         read: dict[int, Encoded] = {}
         self.tokens = 0
@@ -127,7 +135,11 @@ class HeldOut:
     def __str__(self) -> str:
         is_sample = any(len(text.documents) < text.num_documents for text in self._texts)
         total = round(sum(text.all_tokens for text in self._texts))
-        return f"evaluates {self.tokens:,} of {'about ' * is_sample}{total:,} tokens"
+        evaluated = f"evaluates {self.tokens:,} of {'about ' * is_sample}{total:,} tokens"
+        if not (whole := sum(text.held_out_of for text in self._texts)):
+            return evaluated
+        held_out = describe_held_out(sum(text.num_documents for text in self._texts), whole)
+        return f"{held_out}; {evaluated}"
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._chunks), self._size):

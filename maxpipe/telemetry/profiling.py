@@ -116,7 +116,8 @@ def goodput_line(row: Mapping[str, float]) -> str:
     """Return `goodput_row` as a line of text, without the share while starting dominates it."""
     shown = [phase for phase in PHASES if phase != "restore" or row["seconds_in_restore"]]
     shown += [cause for cause in DOWNTIME if f"seconds_in_{cause}" in row]
-    parts = [f"{phase} {_duration(row[f'seconds_in_{phase}'])}" for phase in shown]
+    covered = {"compile": " (initialisation, steps, evaluation)"}
+    parts = [f"{p} {_duration(row[f'seconds_in_{p}'])}{covered.get(p, '')}" for p in shown]
     if row["seconds_lost"]:
         parts.append(f"steps repeated {_duration(row['seconds_lost'])}")
     if sum(row[f"seconds_in_{phase}"] for phase in PHASES) < SHORT_SECONDS:

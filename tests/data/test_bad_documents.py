@@ -88,7 +88,7 @@ def test_check_names_every_document_that_would_end_the_run(corpus, capsys, tmp_p
     said = capsys.readouterr().out
     assert all(f"late.jsonl:{line}: not a JSON object" in said for line in (4, 18, 31))
     assert "3 cannot be read: the run would end" in said
-    assert "\neval: " in said
+    assert "\nheld out: 1 of 40 documents (few: raise data.eval_fraction), 2.8 % of the tok" in said
     assert check(*words, "data.on_bad_document=skip") == 0
     assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out
     corpus.write_text('{"text": "a"}\n' * 10 + '{"text": ""}\n')

@@ -1,6 +1,7 @@
 """What evaluations read: evenly spaced places of all held-out text, each token at most once."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -153,6 +154,7 @@ def test_sources_of_a_mixture_weigh_as_in_training(tmp_path):
         for batch in found:
             for letter in weights:
                 weights[letter] += batch["weights"][batch["targets"] == letter].sum()
+        assert re.match(r"\d+ of 210 documents; evaluates ", str(found))
         assert weights[ord("a")] / sum(weights.values()) == pytest.approx(share, abs=0.02)
         assert [*by_source] == [f"jsonl:{tmp_path / x}" for x in "ab"]
 

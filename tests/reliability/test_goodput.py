@@ -60,7 +60,9 @@ def test_goodput_is_share_of_steps_in_total_time():
     assert row["goodput"] == 0.7
     assert row["seconds_lost"] == 100
     line = goodput_line(row)
-    assert line.startswith("goodput 70.0 %: init 3:20, compile 0.0 s")
+    assert line.startswith(
+        "goodput 70.0 %: init 3:20, compile 0.0 s (initialisation, steps, evaluation), "
+    )
     assert line.endswith("step 11:40, checkpoint 0.0 s, evaluation 0.0 s, steps repeated 1:40")
 
     short = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 20.0, "step": 1.0}, lost=0.0)
