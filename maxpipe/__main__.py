@@ -19,7 +19,7 @@ COMMANDS = {
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
     "evaluate": "evaluate a trained model on tasks of lm-eval",
-    "runs": "list, show, compare and draw runs",
+    "runs": "ls, show, compare and draw runs",
     "tokenize": "train a tokenizer, or encode texts into token files",
     "export": "write a checkpoint for Hugging Face transformers",
     "data": "show what the model reads, or check all of it",

@@ -41,24 +41,31 @@ def locate_config(word: str) -> str:
     """
     if _is_file(word):
         return word
+    if shipped := _shipped(word):
+        return shipped
     path = Path(word)
     if path.suffix in SUFFIXES:
-        if path.parts[0] == "configs":
-            inside = config_root().joinpath(*path.parts[1:])
-            return shown_path(inside) if inside.is_file() else word
         return word
-    configs = shipped_configs()
-    if word in configs:
-        return shown_path(configs[word])
     if os.path.isdir(word):
         message = f"{word} is a directory; name a YAML file, such as the config.yml of a run"
         raise ConfigError(Problem("", message))
     if len(path.parts) > 1:
         return word
+    configs = shipped_configs()
     near = difflib.get_close_matches(word.lower(), configs, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]}? the" if near else "the"
     message = f"{word!r} is neither a file nor a preset; {guess} presets are {', '.join(configs)}"
     raise ConfigError(Problem("", message))
+
+
+def _shipped(word: str) -> str:
+    """Return the path of the shipped configuration that a word names; empty if it names none."""
+    path = Path(word)
+    if path.suffix in SUFFIXES and path.parts[0] == "configs":
+        file = config_root().joinpath(*path.parts[1:])
+        return shown_path(file) if file.is_file() else ""
+    configs = shipped_configs()
+    return shown_path(configs[word]) if word in configs else ""
 
 
 def _is_file(path: str) -> bool:
@@ -73,8 +80,7 @@ def names_config(word: str) -> bool:
 def locate_base(directory: str, text: str) -> str:
     """Return the path that `base: text` means in a file of `directory`, perhaps a shipped one."""
     path = os.path.normpath(os.path.join(directory, os.path.expanduser(text)))
-    configs = shipped_configs()
-    return shown_path(configs[text]) if text in configs and not _is_file(path) else path
+    return path if _is_file(path) else _shipped(text) or path
 
 
 def shown_path(file: Path) -> str:

@@ -1,7 +1,7 @@
 """Start JAX: simulated devices, several processes, the persistent compilation cache."""
 
 import os
-from functools import partial
+import threading
 from pathlib import Path
 
 import jax
@@ -24,6 +24,7 @@ from maxpipe.devices.transfers import start_transfers
 
 # What libtpu asks for on a machine without a TPU; the values do not matter.
 NO_MACHINE = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+_QUIET_SECONDS = 10.0  # of waiting for other processes before the console says so
 
 
 def start_jax(config: Config) -> None:
@@ -112,19 +113,29 @@ def start_processes(heartbeat_timeout: int) -> None:
     looks further: on TPU VMs the facts are in the metadata server, not in the environment.
 
     `heartbeat_timeout` is for how many seconds a process may be silent, and how long it waits for
-    the others at the end. Raises ConfigError if one of the variables is missing.
+    the others at the end. The console says so if they do not meet within seconds. Raises
+    ConfigError if one of the variables is missing.
     """
     if jax.distributed.is_initialized():
         return  # by an earlier run of this program
-    initialize = partial(
-        jax.distributed.initialize,
-        heartbeat_timeout_seconds=heartbeat_timeout,
-        shutdown_timeout_seconds=heartbeat_timeout,
-    )
-    if (place := coordinator_variables()) is not None:
-        initialize(*place)
-    elif is_cluster():
-        initialize()
+    place = coordinator_variables()
+    if place is None and not is_cluster():
+        return
+    meeting = "the other processes of the job"
+    if place:
+        meeting = f"all {place[1]} processes to meet at {place[0]} (JAX_COORDINATOR_ADDRESS)"
+    text = f"waiting for {meeting}: start those that are missing, and let hosts reach the port"
+    waiting = threading.Timer(_QUIET_SECONDS, print, [text], {"flush": True})
+    waiting.daemon = True
+    waiting.start()
+    try:
+        jax.distributed.initialize(
+            *(place or ()),
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            shutdown_timeout_seconds=heartbeat_timeout,
+        )
+    finally:
+        waiting.cancel()
 
 
 def start_compile_cache(config: Config) -> None:

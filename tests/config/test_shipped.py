@@ -25,6 +25,8 @@ def test_load_of_a_preset_works_in_every_directory(elsewhere):
         loaded = load(word, ["steps=9"])
         assert (loaded.config.run_name, loaded.config.steps) == ("llama3-8b", 9)
         assert "configs/models/llama3-8b.yml:" in loaded.sources["model.num_layers"]
+        (elsewhere / "mine.yml").write_text(f"base: {word}")
+        assert load("mine.yml").config.run_name == "llama3-8b"
 
 
 def test_a_file_that_exists_comes_before_a_preset(elsewhere):

@@ -1,6 +1,8 @@
 """Starting JAX: processes and simulated devices."""
 
 import os
+import re
+import time
 from unittest.mock import Mock
 
 import jax
@@ -11,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.elastic import Hosts
+from maxpipe.devices import start
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, WHOLE, whole_variable
 from maxpipe.devices.start import (
     NO_MACHINE,
@@ -47,6 +50,20 @@ class TestStartOfProcesses:
             monkeypatch.setenv(name, value)
         start_processes(30)
         assert started == [("host:1234", 4, 3, TIMEOUTS)]
+
+    def test_processes_that_do_not_meet_are_told_where(self, started, monkeypatch, capsys):
+        for name, value in FOUR.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.3))
+        monkeypatch.setattr(start, "_QUIET_SECONDS", 0.1)
+        start_processes(30)
+        assert re.match(
+            "waiting for all 4 processes to meet at host:1234 .*: start", capsys.readouterr().out
+        )
+        monkeypatch.setattr(start, "_QUIET_SECONDS", 0.4)
+        start_processes(30)
+        time.sleep(0.2)
+        assert not capsys.readouterr().out
 
     def test_start_jax_refuses_parts_of_stages_before_waiting(self, started, monkeypatch):
         for name, value in FOUR.items():
