@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -128,12 +129,13 @@ def start_processes(heartbeat_timeout: int) -> None:
     waiting = threading.Timer(_QUIET_SECONDS, print, [text], {"flush": True})
     waiting.daemon = True
     waiting.start()
+    initialize = partial(
+        jax.distributed.initialize,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+        shutdown_timeout_seconds=heartbeat_timeout,
+    )
     try:
-        jax.distributed.initialize(
-            *(place or ()),
-            heartbeat_timeout_seconds=heartbeat_timeout,
-            shutdown_timeout_seconds=heartbeat_timeout,
-        )
+        initialize(*(place or ()))
     finally:
         waiting.cancel()
 

@@ -17,6 +17,7 @@ from maxpipe.supervise.ending import FAILED, LOST, PREEMPTED, stop_code
 from maxpipe.supervise.process import HUNG, Progress
 
 LONGEST_PAUSE = 600.0
+QUIET_SECONDS = 10.0  # of waiting before the log says for whom
 RESET_SECONDS = 1800.0  # length of an attempt after which earlier restarts no longer count
 
 _AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
@@ -24,7 +25,6 @@ _AFTER_FAILURE_SECONDS = 60.0  # the same when another one has failed by itself
 # The same when another one has ended normally: time for saves and copies. As long as a step may
 # take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
-_QUIET_SECONDS = 10.0  # of waiting before the log says for whom
 _STARTS_BEFORE_GROWTH = 2  # an attempt trains this many times its startup before it may grow
 _LOST_CODE = -int(signal.SIGKILL)  # assigned to a trainer whose supervisor is gone
 
@@ -68,6 +68,7 @@ class Save(NamedTuple):
 
 class End(NamedTuple):  # the trainer
     seconds: float  # unless it has ended by itself by then; the most urgent order counts
+    why: str = ""
 
 
 class Finish(NamedTuple):  # the supervisor
@@ -283,7 +284,7 @@ class Council:
         elif not usable and waited > self._policy.wait_seconds:
             limit = f"{self._policy.wait_seconds:g} s"
             self.finish(LOST, f"no supervisor of process {missing} has come in {limit}")
-        elif usable or waited > _QUIET_SECONDS:
+        elif usable or waited > QUIET_SECONDS:
             limit = f", {patience:g} s at most" if usable else ""
             state = f"waits for process {missing}{limit}"
             if state != self.status.state:
@@ -329,16 +330,18 @@ class Council:
             return
         attempt.running.discard(member)
         attempt.ends.append(code)
+        why = ""
         if len(attempt.ends) == 1:
-            self._show(last_end=f"{self._name(member)} ended by {how}")
-            self._log(self.status.last_end)
+            why = f"{self._name(member)} ended by {how}"
+            self._show(last_end=why)
+            self._log(why)
         seconds = _AFTER_FAILURE_SECONDS
         if is_loss(code):
             seconds = _AFTER_LOSS_SECONDS
         elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.trained_at):
             seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing
         if attempt.running:
-            self._orders.append(End(seconds))
+            self._orders.append(End(seconds, why))
 
     def _follow_up(self) -> None:
         """Finish after an attempt, or let another one follow."""

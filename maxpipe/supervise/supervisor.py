@@ -101,24 +101,26 @@ class Supervisor:
 
         Returns the exit code. `signals` receives those that ask to stop.
         """
-        until, told = time.monotonic() + wait_seconds, ""
+        since, told = time.monotonic(), ""
         while self.code is None:
             if asked := (self._stopped_by or (signals and signals[0])):
                 return ending.stop_code(asked)
             try:
                 self._converse(address, secret, signals)
             except OSError as error:
-                where = f"{address[0]}:{address[1]}"
-                text = f"no supervisor 0 at {where} ({error}); let hosts reach this port"
+                text, waited = told, time.monotonic() - since
                 if self._line is not None:
                     text = f"the line to supervisor 0 is lost ({error}); {self._name} ends"
                     self._line.close()
-                    self._line, until = None, time.monotonic() + wait_seconds
+                    self._line, since = None, time.monotonic()
                     self.end()
+                elif waited > min(council.QUIET_SECONDS, wait_seconds):  # it may start a bit later
+                    where = f"{address[0]}:{address[1]}"
+                    text = f"no supervisor 0 at {where} ({error}); let hosts reach this port"
                 if text != told:
                     told = text
                     self._log(text)
-                if time.monotonic() > until:
+                if time.monotonic() - since > wait_seconds:
                     code = ending.LOST
                     self._log(f"supervisor 0 has not come in {wait_seconds:g} s; exit code {code}")
                     return code
@@ -166,6 +168,8 @@ class Supervisor:
                 self._trainer.send(signal.SIGTERM)
             case council.End() if self._trainer is not None:
                 self._trainer.end_within(order.seconds)
+                if order.why and self._place.index > 0:
+                    self._log(order.why)
             case council.Finish():
                 self.code = order.code
                 if order.why:

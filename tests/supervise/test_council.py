@@ -121,7 +121,7 @@ def test_council_restarts_all_after_a_pause(run, code):
     first = run.council.status.attempt
     run.trained(0)
     ended = run.end((0, code), (1, 134))
-    assert ended == [End(1800.0 if code == 75 else 2.0)]
+    assert ended == [End(1800.0 if code == 75 else 2.0, run.council.status.last_end)]
     assert run.orders(after=3) == []
     (start,) = run.orders(after=1)
     assert start.attempt > first == start.previous
@@ -188,7 +188,7 @@ def test_council_asked_to_stop_in_a_pause_finishes_with_the_signal_s_code(run, n
 
 def test_council_that_loses_a_supervisor_ends_the_others_and_waits_for_it(run):
     run.council.lose(1)
-    assert run.orders() == [End(2.0)]
+    assert run.orders() == [End(2.0, "process 1 ended by the loss of its supervisor")]
     assert run.end((0, 134)) == []
     assert run.orders(after=100) == []
     assert [type(order) for order in run.join(1)] == [Start]

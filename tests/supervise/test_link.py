@@ -34,7 +34,7 @@ SECRET = "of this run"
         Stopping(15),
         Start(3, 7, "j", (0, 2), ("a:1", "b:2"), "word", "{}", 2),
         Save(),
-        End(2.0),
+        End(2.0, "process 0 ended by SIGKILL"),
     ],
 )
 def test_message_decoded_is_what_was_encoded(message):
@@ -114,7 +114,7 @@ def test_hub_seats_a_supervisor_that_comes_back_when_its_earlier_line_is_lost(jo
     for _ in range(2):
         assert join(1).file.read() == "", "it comes again until the first one is found lost"
     members[1].close()
-    assert members[0].hear() == End(2.0)
+    assert members[0].hear().seconds == 2.0
     members[0].say(encode(Ended(attempt, 134)))
     again = join(1)
     while type(start := again.hear()) is End:

@@ -18,7 +18,7 @@ import pytest
 from helpers.training_process import inherited
 
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
-from maxpipe.supervise import supervisor
+from maxpipe.supervise import council, supervisor
 from maxpipe.supervise.council import End, Policy, Start
 from maxpipe.supervise.process import Progress
 from maxpipe.supervise.supervisor import Supervisor
@@ -289,16 +289,28 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
     assert downtime_after({"run": "r", "step": 4, "at": before}) != trained
 
 
-def test_supervisor_ends_its_trainer_by_the_most_urgent_order(tmp_path):
-    here = supervisor_in(tmp_path, "sleep", "60")
-    here.handle(Start(1, 7, ""))
+def test_supervisor_ends_its_trainer_by_the_most_urgent_order_and_says_why(tmp_path, capsys):
+    here = supervisor_in(tmp_path, "sleep", "60", count=2, index=1)
+    here.handle(Start(1, 7, "", (0, 1)))
     here.look()
     for seconds in (600, 0, 60):
-        here.handle(End(seconds))
+        here.handle(End(seconds, "process 0 is lost" * (seconds == 600)))
     until = time.monotonic() + 20
     while here._trainer is not None:
         assert time.monotonic() < until
         here.look()
+    assert capsys.readouterr().out.splitlines() == ["process 0 is lost", "process 1: SIGABRT"]
+
+
+@pytest.mark.parametrize(("quiet", "says"), [(0.1, True), (9, False)])
+def test_supervisor_says_after_a_while_that_there_is_no_supervisor_0(
+    tmp_path, monkeypatch, capsys, quiet, says
+):
+    monkeypatch.setattr(council, "QUIET_SECONDS", quiet)
+    here, signals, port = supervisor_in(tmp_path, count=2, index=1), [], free_port()
+    threading.Timer(1.5, signals.append, [signal.SIGTERM]).start()
+    assert here.follow(("localhost", port), "", 60, signals) == 75
+    assert (f"no supervisor 0 at localhost:{port} (" in capsys.readouterr().out) == says
 
 
 def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(
