@@ -55,6 +55,8 @@ def test_compile_without_libtpu_names_the_extra(capsys, monkeypatch):
     monkeypatch.setattr(checks, "is_installed", lambda package: False)
     assert exit_code(command.main, [str(ROOT / BASE), "compile.topology=v5p:2x2x1"]) == 2
     assert "pip install -e '.[tpu]'" in capsys.readouterr().err
+    assert exit_code(command.main, [str(ROOT / BASE), "compile.topology=v5q:2x2x1"]) == 2
+    assert "there is no chip 'v5q' in the table; it has v4, v5e" in capsys.readouterr().err
 
 
 def check_prediction(report, text):

@@ -74,12 +74,14 @@ def check_engine(config: Config, flags: argparse.Namespace) -> None:
 
 def check_slice(topology: str) -> None:
     """Check that a canonical topology is a real grid of chips, and that libtpu is installed."""
-    if chip_of(topology):  # libtpu also describes grids that no slice has
+    has_libtpu = is_installed("libtpu")
+    # libtpu also describes grids that no slice has, and chips that are in no table.
+    if chip_of(topology) or not has_libtpu:
         try:
             check_grid(topology)
         except ValueError as error:
             raise ConfigError(Problem(TOPOLOGY, str(error))) from None
-    if not is_installed("libtpu"):
+    if not has_libtpu:
         message = (
             f"{topology} needs libtpu, which also works without a TPU; "
             f"install it: {install_command('tpu')}"

@@ -157,12 +157,17 @@ def _compose(text: str, path: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if "'\\t'" in reason:
-            reason = "a tab where YAML allows only spaces"
-        raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
+        raise ConfigError(yaml_problem(error, path)) from None
+
+
+def yaml_problem(error: Exception, path: str) -> Problem:
+    """Return the problem, with its line, of a file that is not valid YAML."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
+    reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if "'\\t'" in reason:
+        reason = "a tab where YAML allows only spaces"
+    return Problem("", f"not valid YAML: {reason}", where)
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:

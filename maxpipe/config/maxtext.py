@@ -34,12 +34,14 @@ class Limit:
       off: names of keys that must be off: false, 0, -1 or empty.
       values: the values that further keys must have.
       blocks: whether another value is refused; otherwise the result trains with the difference.
+      ours: a key of maxpipe that takes their place where the user sets it.
     """
 
     advice: str
     off: str = ""
     values: Mapping[str, Value] = field(default_factory=dict)
     blocks: bool = True
+    ours: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -270,6 +272,7 @@ LIMITS = (
         off="quantization use_manual_quantization quantize_mtp quantize_logits_proj "
         "experimental_sa_quant_q_fp8 experimental_sa_quant_k_fp8 weight_block_size",
         values={"te_comm_gemm_overlap": "disabled"},
+        ours="model.quantisation",
     ),
     Limit(
         "sums of squares, softmax, logits and gradients are float32, products model.dtype",

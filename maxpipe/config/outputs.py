@@ -51,6 +51,13 @@ def output_problems(
         taken.setdefault(place, f"{flag} writes")
 
 
+def check_new(flag: str, file: str | Path) -> None:
+    """Raise ConfigError if the file that a flag names, and that runs may need, exists."""
+    if Path(file).exists() and not is_device(str(file)):
+        message = f"{file} exists, and a run may need it: choose another place, or delete it"
+        raise ConfigError(Problem(flag, message))
+
+
 def check_local(flag: str, place: str) -> None:
     """Raise ConfigError if a flag names a URL, which would make a directory called `gs:`."""
     if "://" in place:

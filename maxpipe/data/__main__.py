@@ -66,11 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(config: Config, num_rows: int, seconds: float) -> None:
-    """Print `num_rows` rows of the first batch, then the speed of the loader over `seconds`."""
+    """Print the first `num_rows` rows, then the speed of the loader over `seconds`."""
     loader = make_loader(config, "train", range(config.data.global_batch_size))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
-    batch = next(loader)
-    for row in range(min(num_rows, config.data.global_batch_size)):
+    for number in range(num_rows):
+        step, row = divmod(number, config.data.global_batch_size)
+        if row == 0:
+            batch = next(loader)
+            if num_rows > config.data.global_batch_size:
+                print(f"batch {step}")
         print(*describe_row(batch, row, tokenizer, wants_colour(sys.stdout)), sep="\n")
     # Batches that were prefetched while the rows were printed must not count.
     for _ in range(config.data.prefetch + 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.outputs import check_new
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, open_all
 from maxpipe.data.files import find_files, reworded
@@ -102,9 +103,7 @@ def check_target(out: Path) -> None:
         message = f"{out} must end in .json, as data.tokenizer takes it: {out}.json"
         raise ConfigError(Problem(_OUT, message))
     for file in (out, out.with_name(TOKENIZER_CONFIG)):
-        if file.exists():
-            message = f"{file} exists, and a run may need it: choose another place, or delete it"
-            raise ConfigError(Problem(_OUT, message))
+        check_new(_OUT, file)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -4,6 +4,7 @@ A document is a file, a stretch of one, or whatever else a data source returns. 
 only what the assistant writes is a target (`MarkedText`).
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -172,10 +173,18 @@ def describe_sources(data: DataConfig) -> str:
 
 
 def describe_shares(data: DataConfig, step: float) -> str:
-    """Return the sources of a mixture with their shares after `step` steps; "" without one."""
+    """Return the sources of a mixture with their shares after `step` steps; "" without one.
+
+    Where a source repeats, the last part of its first path follows.
+    """
     weights = data.weights_after(step)
-    pairs = zip(weights, data.mixture, strict=True)
-    return " + ".join(f"{weight / sum(weights):.3g} {e['source']}" for weight, e in pairs)
+    texts = []
+    for weight, entry in zip(weights, data.mixture, strict=True):
+        name = entry["source"]
+        if data.sources.count(name) > 1:
+            name += f":{os.path.basename(entry.get('path', '').partition(',')[0].rstrip('/'))}"
+        texts.append(f"{weight / sum(weights):.3g} {name}")
+    return " + ".join(texts)
 
 
 def each_source(config: DataConfig) -> list[DataConfig]:

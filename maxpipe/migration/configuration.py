@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import read_words
-from maxpipe.config.maxtext import KEYS, LIMIT_OF, MODEL_LIMITS, SAME_NAMES, misspelt
+from maxpipe.config.maxtext import KEYS, LIMIT_OF, MODEL_LIMITS, SAME_NAMES, Key, misspelt
 from maxpipe.config.values import as_written, is_finite
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
@@ -58,16 +59,17 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
         step(t)
     _note_unread(t)
     ours, wrong = read_words(theirs.words)  # they win over what is translated
+    _replace_refused(t, ours)
     t.values |= ours
     t.origins |= dict.fromkeys(ours, ())
     t.notes = [note for note in t.notes if note.partition("=")[0] not in ours]
-    problems = [*theirs.problems, *wrong, *t.problems]
+    problems = [*theirs.unread, *theirs.problems, *wrong, *t.problems]
     try:
         config = replace(Config(), **t.values)
         if t.num_devices % t.num_slices:
             message = f"{t.num_devices} devices do not divide into {t.num_slices} slices"
             problems.append(Problem("--devices", f"{message}; give a multiple of {t.num_slices}"))
-        elif t.num_devices:
+        elif t.num_devices and not theirs.unread:  # whose values the rules would miss
             resolve(config, t.num_devices, t.num_slices)
     except ConfigError as error:
         refused = {problem.key for problem in problems}
@@ -104,6 +106,18 @@ def _check_keys(t: Translator) -> None:
                 unknown.append(key)
     if unknown:
         t.notes.append(f"not translated: {' '.join(unknown)}")
+
+
+def _replace_refused(t: Translator, ours: Collection[str]) -> None:
+    """Turn what is refused of MaxText's keys into notes where the user sets the counterpart."""
+    refused, t.problems = t.problems, []
+    for problem in refused:
+        limit = LIMIT_OF.get(problem.key)
+        counterpart = limit.ours if limit else KEYS.get(problem.key, Key()).ours
+        if counterpart in ours:
+            t.note(problem.key, f"left out; {counterpart} takes its place")
+        else:
+            t.problems.append(problem)
 
 
 def _note_unread(t: Translator) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import repeated_words
+from maxpipe.config.errors import Problem
+from maxpipe.config.files import repeated_words, yaml_problem
 from maxpipe.config.maxtext import SAME_NAMES, Value
 from maxpipe.config.options import OPTIONS
 
@@ -22,13 +22,14 @@ class MaxTextConfig:
 
     `chosen` has the file, or `command line`, of keys that the model's file or the command line set.
     Problems are words that are not `key=value` or contradict the model's file.
-    `words` set keys of maxpipe.
+    `words` set keys of maxpipe. `unread` has the files that cannot be read: values are missing.
     """
 
     values: Mapping[str, Value]
     chosen: Mapping[str, str]
     problems: tuple[Problem, ...] = ()
     words: tuple[str, ...] = ()
+    unread: tuple[Problem, ...] = ()
 
 
 def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
@@ -41,9 +42,6 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
       files: base.yml, optionally followed by a model's file; without one, `model_name` finds it in
         the directory `models` next to base.yml or one level up.
       words: words of the form `key=value`; keys with a dot, or that only maxpipe has, are its own.
-
-    Raises:
-      ConfigError: a file cannot be read; includes the problems of the words.
     """
     own_keys = OPTIONS.keys() - {*SAME_NAMES}
     ours = [w for w in words if "." in (key := w.partition("=")[0]) or key in own_keys]
@@ -52,13 +50,11 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
     if len(files) > 2:
         message = f"expected base.yml and one model's file, got {', '.join(files)}"
         problems.append(Problem("", message))
-    try:
-        base = _read_with_bases(files[0], ()) if files else {}
-        name = overrides.get("model_name", base.get("model_name"))
-        model_file = files[1] if len(files) > 1 else _find_model(files, name)
-        model = _read(model_file) if model_file else {}
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
+    unread: list[Problem] = []
+    base = _read_with_bases(files[0], (), unread) if files else {}
+    name = overrides.get("model_name", base.get("model_name"))
+    model_file = files[1] if len(files) > 1 else _find_model(files, name, unread)
+    model = _read(model_file, unread) if model_file else {}
     if len(files) > 1 and overrides.get("model_name") is None:
         base["model_name"] = os.path.splitext(os.path.basename(files[1]))[0]
     replaces = overrides.get("override_model_config", base.get("override_model_config"))
@@ -68,7 +64,8 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
             message = f"is {model[key]} in {model_file}; to change it, set"
             problems.append(Problem(key, f"{message} override_model_config=true as well"))
     chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
-    return MaxTextConfig(base | model | overrides, chosen, tuple(problems), tuple(ours))
+    values = base | model | overrides
+    return MaxTextConfig(values, chosen, tuple(problems), tuple(ours), tuple(unread))
 
 
 def same_value(a: Value, b: Value) -> bool:
@@ -78,19 +75,21 @@ def same_value(a: Value, b: Value) -> bool:
     return a == b or (a in (None, []) and b in (None, []))
 
 
-def _find_model(files: Sequence[str], name: Value) -> str:
-    """Return the path of a model's file; empty for MaxText's model `default`."""
+def _find_model(files: Sequence[str], name: Value, unread: list[Problem]) -> str:
+    """Return the path of a model's file; empty for MaxText's model `default`, or without a file."""
     if name in (None, "default"):
         return ""
     file = os.path.join("models", f"{str(name).replace('-Instruct', '')}.yml")
     if not files:
         message = f"{name} needs the path of MaxText's base.yml, near which {file} lies"
-        raise ConfigError(Problem("model_name", message))
+        unread.append(Problem("model_name", message))
+        return ""
     places = _places(files[0], file)
-    if path := next(filter(os.path.isfile, places), ""):
-        return path
-    message = f"there is neither {' nor '.join(places)}; give its path after {files[0]}"
-    raise ConfigError(Problem("model_name", message))
+    path = next(filter(os.path.isfile, places), "")
+    if not path:
+        message = f"there is neither {' nor '.join(places)}; give its path after {files[0]}"
+        unread.append(Problem("model_name", message))
+    return path
 
 
 def _places(path: str, name: str) -> list[str]:
@@ -99,29 +98,37 @@ def _places(path: str, name: str) -> list[str]:
     return [os.path.join(place, name) for place in (directory, os.path.dirname(directory))]
 
 
-def _read_with_bases(path: str, inner: tuple[str, ...]) -> dict[str, Value]:
+def _read_with_bases(path: str, inner: tuple[str, ...], unread: list[Problem]) -> dict[str, Value]:
     if path in inner:
-        raise ConfigError(Problem("base_config", "files inherit in a circle", path))
-    values = _read(path)
+        unread.append(Problem("base_config", "files inherit in a circle", path))
+        return {}
+    values = _read(path, unread)
     base = values.pop("base_config", None)
     if base is None:
         return values
     places = _places(path, str(base))
-    file = next(filter(os.path.isfile, places), places[0])
-    return _read_with_bases(file, (*inner, path)) | values
+    file = next(filter(os.path.isfile, places), "")
+    if not file:
+        message = f"there is neither {' nor '.join(places)}; give its path, or leave it out: "
+        unread.append(Problem("base_config", f"{message}MaxText's defaults apply", path))
+        return values
+    return _read_with_bases(file, (*inner, path), unread) | values
 
 
-def _read(path: str) -> dict[str, Value]:
+def _read(path: str, unread: list[Problem]) -> dict[str, Value]:
+    """Return the values of a file; none, and a problem in `unread`, if it cannot be read."""
+    problem = Problem("", f"{path} is not a mapping of keys to values")
+    content = None
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(Problem("", f"cannot read {path}: {error.strerror}")) from None
+        problem = Problem("", f"cannot read {path}: {error.strerror}")
     except (yaml.YAMLError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(Problem("", f"{path} is not valid YAML: {reason}")) from None
+        problem = yaml_problem(error, path)
     if not isinstance(content, dict):
-        raise ConfigError(Problem("", f"{path} is not a mapping of keys to values"))
+        unread.append(problem)
+        return {}
     return {str(key): _value(value) for key, value in content.items()}
 
 

@@ -5,7 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from maxpipe.config import ConfigError, load
+from maxpipe.config import ConfigError, load, replace
+from maxpipe.data.documents import describe_sources
 from maxpipe.data.loader import make_loader
 from maxpipe.data.rows import CYCLE, ROUND, DocumentOrder, MixedOrder, shares
 
@@ -99,6 +100,13 @@ def test_loader_of_mixture_resumes_from_every_state_and_draws_from_all_sources(c
         digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
         assert digits.any(axis=0).all()
         assert letters.any()
+
+
+def test_sources_that_repeat_are_described_with_the_ends_of_their_paths(config):
+    paths = ("/a/web", "/a/code.jsonl,/a/more.jsonl")
+    mixture = [{"source": "jsonl", "path": path, "weight": 1} for path in paths]
+    data = replace(config, **{"data.mixture": mixture}).data
+    assert describe_sources(data) == "0.5 jsonl:web + 0.5 jsonl:code.jsonl"
 
 
 def test_open_mixture_problem_names_entry(config, tmp_path):

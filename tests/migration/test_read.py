@@ -1,8 +1,7 @@
 """MaxText's files and words are merged as MaxText merges them."""
 
-import pytest
+import re
 
-from maxpipe.config import ConfigError
 from maxpipe.migration.read import read_maxtext
 
 
@@ -23,18 +22,24 @@ def test_words_may_not_contradict_the_models_file(installed):
     assert (config.values["head_dim"], config.problems) == (64, ())
 
 
-def test_files_that_cannot_be_read_are_refused(installed):
+def test_files_that_cannot_be_read_are_all_named(installed):
     base, circle = str(installed), installed.parent / "circle.yml"
     circle.write_text("base_config: circle.yml\n")
-    for files, words, message in (
+    (alone := installed.parent / "alone.yml").write_text("base_config: no.yml\nmodel_name: nothing")
+    (tab := installed.parent / "tab.yml").write_text("steps: 1\n\tdtype: float32\n")
+    unlike = "neither .*/models/nothing.yml nor .*/models/nothing.yml"
+    for files, words, *messages in (
         (["nowhere.yml"], [], "cannot read nowhere.yml"),
-        ([base], ["model_name=nothing"], r"neither .*models/nothing.yml nor .*models"),
+        ([str(alone)], [], "base_config .*no.yml nor .*or leave it out: MaxText's def", unlike),
         ([], ["model_name=llama3-8b"], "needs the path of MaxText's base.yml"),
-        ([base, "a.yml", "b.yml"], [], "expected base.yml and one model's file"),
+        ([base, "a.yml", "b.yml"], [], "expected base.yml and one model's file", "read a.yml"),
         ([str(circle)], [], "circle"),
+        ([str(tab)], [], "tab.yml:2: not valid YAML: a tab where YAML allows only spaces"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            read_maxtext(files, words)
+        config = read_maxtext(files, words)
+        problems = [str(problem) for problem in (*config.problems, *config.unread)]
+        assert len(problems) == len(messages)
+        assert all(map(re.search, messages, problems)), problems
 
 
 def test_values_are_those_that_maxtext_reads(installed):

@@ -157,6 +157,17 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
 }
 
 
+def test_a_key_of_ours_takes_the_place_of_what_is_refused(translated):
+    for refused, ours in (
+        ("quantization=int8", "model.quantisation=int8"),
+        ("opt_type=adam_pax", "optimizer.name=adamw"),
+    ):
+        translation = translated(refused, ours)
+        key, _, value = ours.partition("=")
+        assert get(translation.config, key) == value
+        assert f"{refused}: left out; {key} takes its place" in translation.notes
+
+
 def test_what_stands_in_the_way_is_refused_with_advice(refused):
     cases = {(words, 8): advice for words, advice in REFUSED.items()}
     cases |= {

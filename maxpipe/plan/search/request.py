@@ -11,7 +11,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import read_overrides, repeated_words, split_values
 from maxpipe.config.load import derive_known, load
 from maxpipe.config.options import OPTIONS, get, update
-from maxpipe.config.outputs import output_problems
+from maxpipe.config.outputs import check_new, output_problems
 from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
@@ -92,6 +92,8 @@ def request_of(arguments: Arguments) -> Request:
     problems = [*output_problems(files, arguments.files), *repeated_words([*words, *flags.tried])]
     if problems:
         raise ConfigError(*problems)
+    if flags.write:
+        check_new("--write", flags.write)
     loaded = load(path, words, UNDECIDED)
     overridden, fixed_keys = map(_keys, (flags.overrides, flags.fix))
     fixed = {key: [get(loaded.config, key)] for key in fixed_keys}
