@@ -43,7 +43,7 @@ LAPTOP = [
     "data.global_batch_size=32",
 ]
 # Configurations of such models: a preset, and what maxpipe.plan writes for one.
-LARGE = ("llama3-8b", "configs/models/llama3-8b.yml", "best.yml")
+LARGE = ("llama3-8b", "configs/models/llama3-8b.yml", "llama.yml")
 # Commands that take the shape of the model from elsewhere, or have heads of another kind.
 OTHER_SHAPES = ("base_model=hf:", "model.mla.")
 
@@ -90,8 +90,8 @@ def place(tmp_path_factory):
         pyarrow.parquet.write_table(texts, shards / "0.parquet")
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
-    (plan,) = (c for c in COMMANDS if "--write best.yml" in c and "llama3-8b" in c)
-    run(directory, [*shlex.split(plan), "--no-compile"])
+    for plan in (c for c in COMMANDS if "--write best.yml" in c or "--write llama.yml" in c):
+        run(directory, [*shlex.split(plan), "--no-compile"])
     for name in ("train", "encode"):
         (tokenize,) = (c for c in COMMANDS if c.startswith(f"python -m maxpipe.tokenize {name} "))
         run(directory, shlex.split(tokenize))

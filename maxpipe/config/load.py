@@ -8,7 +8,7 @@ from maxpipe.config import base_model
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, locate, read_files, read_overrides
 from maxpipe.config.identity import lookup
-from maxpipe.config.maxtext import maxtext_hint
+from maxpipe.config.maxtext import KEYS, LIMIT_OF
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
 from maxpipe.config.rules.engines import ENGINE_RULES
 from maxpipe.config.rules.layout import LAYOUT_RULES
@@ -60,7 +60,7 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     settings, problems = read_files(locate_config(str(path)))
     words, word_problems = read_overrides(overrides)
     chosen, unknown = _known([*settings, *words])
-    theirs = {s.key for s in settings if s.key not in OPTIONS and maxtext_hint(s.key)}
+    theirs = {s.key for s in settings} & {*KEYS, *LIMIT_OF}
     if len(theirs) > 2:
         message = f"{len(theirs)} keys are MaxText's; maxpipe from_maxtext {path} translates them"
         unknown.append(Problem("", message, path))

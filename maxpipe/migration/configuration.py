@@ -63,7 +63,9 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
     t.values |= ours
     t.origins |= dict.fromkeys(ours, ())
     t.notes = [note for note in t.notes if note.partition("=")[0] not in ours]
-    problems = [*theirs.unread, *theirs.problems, *wrong, *t.problems]
+    # Without all files only what is written is refused, and no default.
+    own = [p for p in t.problems if p.key in theirs.values or not theirs.unread]
+    problems = [*theirs.unread, *theirs.problems, *wrong, *own]
     try:
         config = replace(Config(), **t.values)
         if t.num_devices % t.num_slices:
