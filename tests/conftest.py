@@ -114,9 +114,9 @@ def few_maps():
         sys.modules["jax"].clear_caches()
 
 
-@pytest.fixture(scope="module")
-def compiled_once():
-    """Let the runs of a module share what they compile, as JAX does not across its functions."""
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(few_maps):
+    """Let a module's tests share what they compile, as JAX does not across its functions."""
     from jax._src import compiler  # there is no public name for it
 
     compile_anew, programs = compiler.backend_compile_and_load, {}
@@ -126,6 +126,8 @@ def compiled_once():
             return compile_anew(backend, module, devices, options, host_callbacks)
         key = str(module), str(devices), options.SerializeAsString()
         if key not in programs:
+            if len(programs) == 300:
+                programs.clear()  # each takes parts of memory, of which there are `MOST_MAPS`
             programs[key] = compile_anew(backend, module, devices, options, host_callbacks)
         return programs[key]
 

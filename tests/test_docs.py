@@ -43,8 +43,6 @@ from maxpipe.supervise.failure import FAILED
 from maxpipe.supervise.process import HUNG, STATUS_FILE
 from maxpipe.training.loop import DIVERGED
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 ENDINGS = PAGES["docs/troubleshooting.md"]
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
@@ -124,7 +122,7 @@ OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, compiled_once):
+def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("docs")
     lay_out(directory)
     with pytest.MonkeyPatch.context() as patch:

@@ -15,12 +15,11 @@ from maxpipe import runs
 from maxpipe.generate import __main__ as generate
 from maxpipe.train import main
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 AUTO = "pipeline.schedule=1f1b pipeline.layers_per_stage=auto"
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory, compiled_once):
+def words(tmp_path_factory):
     directory = tmp_path_factory.mktemp("train")
     options = {"steps": 6, "checkpoint": "{every: 2, keep: 10}", "eval": "{every: 3}"}
     return write_config(directory, telemetry="{log_every: 1, profile_steps: [3, 4]}", **options)

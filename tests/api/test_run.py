@@ -15,8 +15,6 @@ from maxpipe.api import run as api_run
 from maxpipe.supervise.ending import INTERRUPTED, PREEMPTED
 from maxpipe.training.loop import DIVERGED
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 # The tests' own process has eight devices; without stages, a step is compiled in a second.
 IN_PROCESS = ["mesh.simulated_devices=8", "mesh.ici.fsdp=8", "mesh.ici.stage=1"]
 IN_PROCESS += ["model.num_layers=2", "pipeline.num_repeats=1"]
@@ -37,7 +35,7 @@ class TestTrainedRun:
         return words_of(tmp_path_factory.mktemp("run"))
 
     @pytest.fixture(scope="class")
-    def trained(self, words, calls, compiled_once):
+    def trained(self, words, calls):
         run = maxpipe.Run(maxpipe.load_config(*words))
         assert (run.step, run.state) == (0, None)
         run.train(

@@ -10,8 +10,6 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.update import SpikeFilter
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def run(tmp_path, *words):
     return train_here(tmp_path, "checkpoint.every=2", *words)

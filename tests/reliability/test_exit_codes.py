@@ -7,13 +7,10 @@ tests/multiprocess.
 import errno
 import time
 
-import pytest
 from helpers.runs import checkpoints
 from helpers.training_process import TrainingProcess, command, train_here
 
 from maxpipe.telemetry.writers import MetricsFile
-
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def main(tmp_path, *words):

@@ -9,8 +9,6 @@ from helpers.training_process import train_here
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.training.batches import BatchPlacer
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 HERE = ("checkpoint.every=2", "checkpoint.keep=100", "steps=12")
 BACK = "checkpoint.resume=2"
 FOLLOWED = "was followed by an earlier attempt of this job, which has reached step"
@@ -22,14 +20,14 @@ def run(directory, *words):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, compiled_once):
+def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     assert run(directory) == 0
     return directory / "base"
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory, compiled_once):
+def stopped(tmp_path_factory):
     directory = tmp_path_factory.mktemp("stopped")
     assert run(directory, "stop_after=8") == 0
     return directory / "base"

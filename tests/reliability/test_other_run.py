@@ -8,8 +8,6 @@ from helpers.training_process import train_here
 
 from maxpipe.checkpoint.record import step_record
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
 
 
@@ -18,7 +16,7 @@ def main(output_dir, *words):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, compiled_once):
+def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     for name, seed in (("ours", 0), ("theirs", 1)):
         assert main(directory / name, f"seed={seed}", "stop_after=2") == 0

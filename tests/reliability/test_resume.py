@@ -12,15 +12,13 @@ from helpers.training_process import TrainingProcess
 
 from maxpipe.supervise.ending import PREEMPTED
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 STEPS = 60
 EVERY = 10
 STOP = 25
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory, compiled_once):
+def words(tmp_path_factory):
     return write_config(
         tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}"
     )

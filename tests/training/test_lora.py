@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.runs import assert_same_run, output_dir, run, saved, train, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=1e-2"]
 
 

@@ -13,6 +13,11 @@ from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.stored_step import origin, read, write
 
 
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Share nothing: XLA cannot write a program that has run."""
+
+
 @pytest.fixture(autouse=True)
 def _enough_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "128")
