@@ -100,7 +100,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         self._is_here = list(map(is_here, engine.meshes))
         self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
         self._make_optimizer = make_optimizer
-        self._optimizers = [self._optimizer_of(stage, engine.meshes[stage]) for stage in stages]
+        self._optimizers = [self._optimizer_of(stage) for stage in stages]
         self._abstract = [self._abstract_stage(stage, engine.meshes[stage]) for stage in stages]
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
         mesh = rules.mesh
@@ -116,7 +116,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         self._norm = OnStage(lambda squares: jnp.sqrt(sum(squares[1:], squares[0])), end)
         self._load_figures = OnStage(load_figures, end)
         self._judge = OnStage(partial(judge_step, self._optimizer), end)
-        self._update = [self._update_of(stage, engine.meshes[stage]) for stage in stages]
+        self._update = [self._update_of(stage, self._shardings[stage]) for stage in stages]
 
     @classmethod
     def of_run(
@@ -333,19 +333,14 @@ class MpmdTrainer(Trainer[MpmdState]):
         place = partial(_place, sharding=self._replicated[self.engine.loss_stage])
         return MpmdState(tuple(stages), *jax.tree.map(place, (skips, history)))
 
-    def _optimizer_of(self, stage: int, mesh: Mesh) -> Optimizer:
-        params = self.engine.model.abstract(stage, mesh)
-        return self._make_optimizer(
-            self.engine.model.specs(stage),
-            shardings=jax.tree.map(lambda p: p.sharding, params),
-            layer_index=self.engine.layer_index(),
-        )
+    def _optimizer_of(self, stage: int, shardings: Params | None = None) -> Optimizer:
+        layer_index, specs = self.engine.layer_index(), self.engine.model.specs(stage)
+        return self._make_optimizer(specs, shardings=shardings, layer_index=layer_index)
 
-    def _update_of(self, stage: int, mesh: Mesh) -> jax.stages.Wrapped:
+    def _update_of(self, stage: int, shardings: StageState) -> jax.stages.Wrapped:
+        optimizer = self._optimizer_of(stage, shardings.params)
         return jax.jit(
-            partial(_update, self._optimizer_of(stage, mesh), self._place_load),
-            out_shardings=jax.tree.map(lambda x: x.sharding, self._abstract_stage(stage, mesh)),
-            donate_argnums=0,
+            partial(_update, optimizer, self._place_load), out_shardings=shardings, donate_argnums=0
         )
 
     def compile_updates(self, meshes: Sequence[Mesh]) -> Iterator[jax.stages.Compiled]:
@@ -358,8 +353,8 @@ class MpmdTrainer(Trainer[MpmdState]):
             gradients = jax.tree.map(lambda p: p.update(dtype=jnp.float32), moving)
             norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
             accept = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated)
-            lowered = self._update_of(stage, mesh).lower(state, gradients, norm, accept, None)
-            yield compiler.compile(lowered, mesh)
+            update = self._update_of(stage, jax.tree.map(lambda x: x.sharding, state))
+            yield compiler.compile(update.lower(state, gradients, norm, accept, None), mesh)
 
     def _abstract_stage(self, stage: int, mesh: Mesh) -> StageState:
         shapes = jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0))
