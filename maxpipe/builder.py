@@ -23,7 +23,12 @@ from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.plan.choices import gathers_in_steps, with_gather_mode, with_remat_cheap
+from maxpipe.plan.choices import (
+    gathers_in_steps,
+    with_context_strategy,
+    with_gather_mode,
+    with_remat_cheap,
+)
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
 from maxpipe.training.trainer import Trainer
@@ -36,7 +41,7 @@ def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note)
     the shape of each stage's mesh.
     """
     tpu = tpu_of(list(mesh.devices.flat))
-    config = with_gather_mode(config, tpu, note)
+    config = with_context_strategy(with_gather_mode(config, tpu, note), tpu, note)
     config = with_remat_cheap(config, tpu, note)
     engine = ENGINES[config.pipeline.engine]
     line = line_length(mesh)

@@ -23,7 +23,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import chip_for, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
-from maxpipe.plan.choices import with_gather_mode
+from maxpipe.plan.choices import with_context_strategy, with_gather_mode
 from maxpipe.plan.estimate import Bounds, estimate, step_bounds
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.jaxpr_flops import BranchRuns, every_time, program_flops
@@ -47,7 +47,8 @@ def analyse(
       The report, and the compiled step, which is None if the compiler gave up.
     """
     tpu = tpu_of(mesh.devices.reshape(-1).tolist())
-    config = with_gather_mode(config, tpu)  # as the trainer has decided and reported
+    # As the trainer has decided and reported.
+    config = with_context_strategy(with_gather_mode(config, tpu), tpu)
     report = Report.of(config, mesh, shapes=_shapes(config, mesh))
     executable = None
     try:

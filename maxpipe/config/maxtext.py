@@ -117,7 +117,9 @@ KEYS: dict[str, Key] = {
     "remat_policy": Key("pipeline.remat_policy", "minimal also keeps context", default="full"),
     # mesh
     "context_parallel_load_balance": Key(differs="always balanced"),
-    "context_parallel_strategy": Key(differs="keys and values are gathered", default="all_gather"),
+    "context_parallel_strategy": Key(
+        "sharding.context_strategy", "all_gather is written gather", default="all_gather"
+    ),
     "mesh_axes": Key(differs="the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
     "logical_axis_rules": Key("sharding.logical_axis_rules", "our own logical axes"),
     "data_sharding": Key(differs="batches are split over data, fsdp and expert"),

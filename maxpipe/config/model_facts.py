@@ -26,10 +26,12 @@ class Kernel(Variant):
 class AttentionKernel(Kernel):
     """`model.attention`: a class with `unfit`, `build` and `build_for_parts`.
 
-    `separates_documents` says whether tokens see only tokens of their own segment.
+    `separates_documents` says whether tokens see only tokens of their own segment, `in_ring`
+    whether it has `build_for_ring`.
     """
 
     separates_documents: bool = True
+    in_ring: bool = False
 
 
 _KERNELS = "maxpipe.model.kernels."
@@ -43,13 +45,17 @@ KERNELS: dict[str, AttentionKernel] = {
         separates_documents=False,
     ),
     "dot_product": AttentionKernel(
-        _KERNELS + "dot_product:DotProduct", "two matrix products, on every backend", platforms=_ANY
+        _KERNELS + "dot_product:DotProduct",
+        "two matrix products, on every backend",
+        platforms=_ANY,
+        in_ring=True,
     ),
     "splash": AttentionKernel(
         _KERNELS + "splash:Splash",
         "a TPU kernel that never holds all scores",
         platforms=("tpu",),
         preferred_on=("tpu",),
+        in_ring=True,
     ),
 }
 

@@ -72,8 +72,8 @@ def translate_mesh(t: Translator) -> None:
             size = axis_size(t, level, axis)
             if size != 1:
                 t.set(f"mesh.{level}.{axis}", size, *_axis_keys(level, axis))
-    if "mesh.ici.context" in t.values and t.text("context_parallel_strategy") != "all_gather":
-        t.note("context_parallel_strategy", "keys and values are gathered")
+    if "mesh.ici.context" in t.values and t.text("context_parallel_strategy") == "ring":
+        t.set("sharding.context_strategy", "ring", "context_parallel_strategy")
 
 
 def translate_batch(t: Translator) -> None:

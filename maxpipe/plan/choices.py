@@ -16,7 +16,7 @@ import numpy as np
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
-from maxpipe.config.rules.engines import refusals_of
+from maxpipe.config.rules.engines import CONTEXT_STRATEGY, refusals_of
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
@@ -27,7 +27,7 @@ from maxpipe.plan.device_parameters import bound_rules, mesh_sizes, rules_of
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import PREFETCH, changes_step, on_platform
 from maxpipe.plan.number import Number, single
-from maxpipe.plan.search.block import BlockSizes, sizes_of_configuration
+from maxpipe.plan.search.block import KEYS_SHARE, BlockSizes, sizes_of_configuration
 from maxpipe.plan.search.memory import memory_bytes
 
 GATHER = "pipeline.fsdp_gather"
@@ -129,6 +129,27 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
         f"chosen for up to {tpu.longest_ring} on this chip"
     )
     return does
+
+
+def with_context_strategy(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
+    """Return the configuration with `sharding.context_strategy` decided.
+
+    Keys and values go around a ring where gathered ones would take much of a device's memory; where
+    they fit, gathering them is faster.
+    """
+    if config.mesh.size("context") == 1:
+        return config
+    sizes = sizes_of_configuration(config, tpu, on_tpus=tpu is not None)
+    if not np.any(sizes.in_ring):
+        return update(config, {CONTEXT_STRATEGY: "gather"})
+    if config.sharding.context_strategy == "auto" and tpu is not None:
+        note(
+            f"{CONTEXT_STRATEGY}=ring: keys and values gathered for a microbatch, with their "
+            f"gradients, would take {single(sizes.gathered_keys) / GIB:.2f} GiB, over "
+            f"{KEYS_SHARE:.0%} of a device's {tpu.memory / GIB:.3g} GiB"
+        )
+    # Devices of idle stages have to take part in a ring's transfers.
+    return update(config, {CONTEXT_STRATEGY: "ring", "pipeline.skip_idle": "false"})
 
 
 def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:

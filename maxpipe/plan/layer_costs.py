@@ -173,7 +173,10 @@ def _everything(config: Config, layer: Layer) -> float:
 def _scores(config: Config) -> float:
     if config.model.attention != EVERYWHERE:
         return 0.0
-    return config.model.num_query_heads / config.mesh.size("tensor") * config.data.sequence_length
+    # A ring holds those of one device's keys at a time.
+    parts = config.mesh.size("context") if config.sharding.context_strategy == "ring" else 1
+    heads = config.model.num_query_heads / config.mesh.size("tensor")
+    return heads * config.data.sequence_length / parts
 
 
 def _probabilities(config: Config) -> float:

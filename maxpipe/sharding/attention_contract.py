@@ -71,6 +71,53 @@ class PartAttention(Protocol):
         ...
 
 
+class Queries(NamedTuple):
+    """Queries of a part [B,H,P,C], with the factor of scores in them, and segment ids [B,P]."""
+
+    q: jax.Array
+    segments: jax.Array
+
+
+class Keys(NamedTuple):
+    """Keys of a part [B,K,P,C], values [B,K,P,V] and segment ids [B,P]."""
+
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array
+
+
+class Attended(NamedTuple):
+    """Output [B,H,P,V], and logsumexps of scores, float32 [B,H,P]."""
+
+    out: jax.Array
+    logsumexp: jax.Array
+
+
+class PartToPart(Protocol):
+    """Attention of the queries of a part to the keys of a part, whose results a ring merges.
+
+    A part is the two chunks of a sequence that a device has, see `context_parallel`. If queries and
+    keys are of the same part, `is_earlier` is None, and queries see no later keys. Otherwise it
+    says whether the keys' device is the earlier one. Then all queries see the first half of the
+    keys, else the second half of the queries see all keys. Queries see only keys of their segment.
+    """
+
+    def forward(self, queries: Queries, keys: Keys, is_earlier: jax.Array | None) -> Attended:
+        """Attend. A query that sees no key has any output, and a logsumexp whose exp is zero."""
+        ...
+
+    def backward(
+        self,
+        queries: Queries,
+        keys: Keys,
+        attended: Attended,
+        gradient: jax.Array,
+        is_earlier: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        """Return what these keys add to the gradients of q, k and v, given attention to all."""
+        ...
+
+
 class OverLatents:
     """Attention that latent attention calls with latents, so that a cache need only hold latents.
 

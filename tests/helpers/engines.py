@@ -50,7 +50,7 @@ TINY = {
     "data.global_batch_size": 16,
     "eval.every": 0,
 }
-SECTIONS = ("pipeline", "mesh.ici", "model", "data")
+SECTIONS = ("pipeline", "mesh.ici", "model", "data", "sharding")
 
 
 def keys(words: str) -> dict[str, Any]:

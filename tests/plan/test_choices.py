@@ -1,4 +1,4 @@
-"""What auto decides: how weights are gathered, and which values are computed again."""
+"""What auto decides: how weights and keys are gathered, and which values are computed again."""
 
 import itertools
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from maxpipe.plan.choices import (
     CHEAP,
     computes_cheap_again,
     gathers_in_steps,
+    with_context_strategy,
     with_gather_mode,
     with_remat_cheap,
 )
@@ -25,6 +26,7 @@ from maxpipe.plan.estimate import estimate
 from maxpipe.plan.search.block import sizes_of_configuration
 
 KEY = choices.GATHER
+STRATEGY = choices.CONTEXT_STRATEGY
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,39 @@ def test_closed_forms_compute_cheap_values_again_where_a_run_does():
         found.append(again[0])
     assert {*found} == {0.0, 1.0}
     assert len(found) > 50
+
+
+SEQUENTIAL = {"pipeline.engine": "sequential", "mesh.ici.stage": 1}
+
+
+def strategy(tpu, **values):
+    notes = []
+    config = with_context_strategy(config_of(**SEQUENTIAL | values), tpu, notes.append)
+    return config.sharding.context_strategy, notes
+
+
+def test_auto_passes_keys_around_a_ring_where_gathered_they_take_much_of_a_tpu():
+    # 4 rows of 4 tokens on the other device, keys and values of 2 heads of 4 channels, gradients.
+    taken, parts = 4 * 4 * 2 * 2 * 4 * 2 * 4, {"mesh.ici.context": 2}
+    little, much = (Tpu(n * taken, 8) for n in (21, 19))
+    assert strategy(little, **parts) == ("gather", [])
+    value, (note,) = strategy(much, **parts)
+    assert value == "ring"
+    assert note.startswith("sharding.context_strategy=ring: keys and values gathered for a micro")
+    assert strategy(much, **parts | {"model.attention_sinks": True}) == ("gather", [])
+    assert strategy(much, **parts | {STRATEGY: "gather"}) == ("gather", [])
+    assert strategy(None, **parts) == ("gather", [])
+    assert strategy(None, **parts | {STRATEGY: "ring"}) == ("ring", [])
+    assert strategy(much) == ("auto", [])
+
+
+def test_ring_is_estimated_to_hold_no_keys_of_whole_sequences():
+    values = SEQUENTIAL | {"mesh.ici.context": 8, "data.sequence_length": 64}
+    gathered, ring = (
+        estimate(config_of(**values | {STRATEGY: value}), TPU).total for value in ("gather", "ring")
+    )
+    part = 4 * 8 * 2 * 2 * 4 * 4  # bytes of a device's keys and values
+    assert gathered - ring == 2 * 7 * part
 
 
 class TestTpu:

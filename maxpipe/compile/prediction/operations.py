@@ -306,6 +306,10 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
     elif masks and masks[0][-2] * block_q < queries[-2]:
         reach = masks[0][-2] * block_q
     met = _keys_met(keys[-2], block_q, block_k, reach)
+    # Besides segment ids a kernel reads the places of its queries, if its mask cuts blocks. Between
+    # parts of a ring none is cut, and half of them are visited.
+    if sum(_MASK_SIZES.match(text) is not None for text in types[floats[2] :]) == 2:
+        met = keys[-2] / 2
     of_queries, of_values = _ATTENTION_PRODUCTS[named[1]]
     channels = of_queries * queries[-1] + of_values * values[-1]
     return 2.0 * math.prod(queries[:-1]) * met * channels

@@ -7,7 +7,7 @@ of the catalogue (`unused`, `refused`: keys of its section), or with an engine (
 
 from collections.abc import Iterator, Mapping
 
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
+from maxpipe.config.catalog import ENGINES, KERNELS, REMAT_POLICIES, SCHEDULES, Refusal
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Rule, Wrong, check, rules_in
@@ -16,6 +16,7 @@ from maxpipe.config.values import AUTO, as_written
 
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 _ENGINE = "pipeline.engine"
+CONTEXT_STRATEGY = "sharding.context_strategy"
 # Tables of variants by the key that names one; they may say which keys are without effect.
 _TABLES: Mapping[str, Mapping[str, object]] = {
     "pipeline.schedule": SCHEDULES,
@@ -226,6 +227,24 @@ def _split_backwards(c: Config) -> Wrong:
             f"{p.schedule} would compute again; use minimal, or custom with tensors on the device, "
             "or pipeline.schedule=lockstep_1f1b",
         )
+
+
+@check
+def check_context_strategy(c: Config) -> Wrong:
+    is_ring = c.mesh.size("context") > 1 and c.sharding.context_strategy == "ring"
+    if is_ring and (obstacle := ring_obstacle(c, c.pipeline.engine)):
+        yield CONTEXT_STRATEGY, f"ring does not go with {obstacle}; use gather"
+
+
+def ring_obstacle(c: Config, engine: str) -> str:
+    """Return the key with which keys and values cannot go around a ring; "" if they can."""
+    names = ("attention_window", "attention_sinks", "attention_soft_cap")
+    kernel = KERNELS.get(c.model.attention)
+    # Transfers around a ring, unlike gathers, involve all devices, those of idle stages, too.
+    skips = ENGINES[engine].lockstep and c.pipeline.skip_idle == "true"
+    found = [f"model.{name}" for name in names if getattr(c.model, name)]
+    found += [f"model.attention={c.model.attention}"] * (kernel is not None and not kernel.in_ring)
+    return next(iter(found), "pipeline.skip_idle=true" if skips else "")
 
 
 def check_processes(c: Config, num_processes: int) -> None:

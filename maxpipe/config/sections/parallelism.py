@@ -44,7 +44,7 @@ class AxesConfig:
     data: int = _axis("groups of devices, each with its own copy of the parameters")
     stage: int = _axis("pipeline stages")
     fsdp: int = _axis("devices over which both parameters and batches are split")
-    context: int = _axis("devices over which sequences are split; each gathers keys and values")
+    context: int = _axis("devices over which sequences are split; see sharding.context_strategy")
     tensor: int = _axis("devices over which heads and MLP width are split")
     expert: int = _axis("devices over which experts and batches are split")
 
@@ -84,6 +84,13 @@ class MeshConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")
+    context_strategy: str = option(
+        "auto",
+        "gather keys and values of split sequences, or pass them around a ring; auto = on TPUs by "
+        "memory",
+        choices=("auto", "gather", "ring"),
+        acts_with="mesh.ici.context>1 or mesh.dcn.context>1",
+    )
     debug: bool = option(False, "print each sharding constraint of the step once")
 
 

@@ -14,9 +14,16 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.model_facts import Kernel as KernelFacts
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.config.terminal import Note, ignore_note
-from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
+from maxpipe.sharding.attention_contract import (
+    PLAIN,
+    AttentionFn,
+    AttentionOptions,
+    PartAttention,
+    PartToPart,
+)
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.context_parallel import over_context, parts
+from maxpipe.sharding.ring_attention import over_ring
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
@@ -30,6 +37,8 @@ class Kernel(Protocol):
     def build(self, config: ModelConfig, sequence_length: int) -> AttentionFn: ...
 
     def build_for_parts(self, config: ModelConfig, parts: np.ndarray) -> PartAttention: ...
+
+    def build_for_ring(self, config: ModelConfig, length: int) -> PartToPart: ...
 
 
 def choose_kernel(config: Config, platform: str, note: Note) -> str:
@@ -48,6 +57,9 @@ def choose_kernel(config: Config, platform: str, note: Note) -> str:
     def unfit(name: str) -> str:
         if config.data.packing and not KERNELS[name].separates_documents:
             return "data.packing=true, and it does not separate documents"
+        is_ring = num_parts > 1 and config.sharding.context_strategy == "ring"
+        if is_ring and not KERNELS[name].in_ring:
+            return "sharding.context_strategy=ring, and it does not attend to parts of the keys"
         return _kernel(name).unfit(config.model, length, num_parts)
 
     return choose(
@@ -150,6 +162,10 @@ def build_attention(config: Config, rules: AxisRules, platform: str, note: Note)
     name = choose_kernel(config, platform, note)
     kernel, length = _kernel(name), config.data.sequence_length
     num_parts = rules.mesh.shape[CONTEXT_AXIS]
+    if num_parts > 1 and config.sharding.context_strategy == "ring":
+        return per_device(
+            over_ring(kernel.build_for_ring(config.model, length // num_parts)), rules
+        )
     if num_parts > 1:
         of_part = kernel.build_for_parts(config.model, parts(length, num_parts))
         return per_device(over_context(of_part), rules)

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
+from maxpipe.sharding.attention_contract import (
+    PLAIN,
+    Attended,
+    AttentionFn,
+    AttentionOptions,
+    Keys,
+    PartAttention,
+    PartToPart,
+    Queries,
+)
 
 
 def dot_product_attention(
@@ -89,6 +98,58 @@ def attend(
     return context.reshape(*q.shape[:3], v.shape[3])
 
 
+class _PartToPart:
+    """See `attention_contract.PartToPart`."""
+
+    @staticmethod
+    def forward(queries: Queries, keys: Keys, is_earlier: jax.Array | None) -> Attended:
+        scores = _masked_scores(queries, keys, is_earlier)
+        log_z = jax.nn.logsumexp(scores, axis=-1)
+        out, _ = _weighted(scores, log_z, keys.v)
+        return Attended(out, log_z.reshape(queries.q.shape[:3]))
+
+    @staticmethod
+    def backward(
+        queries: Queries,
+        keys: Keys,
+        attended: Attended,
+        gradient: jax.Array,
+        is_earlier: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            own, others = queries._replace(q=q), keys._replace(k=k, v=v)
+            scores = _masked_scores(own, others, is_earlier)
+            return _weighted(scores, attended.logsumexp.reshape(scores.shape[:-1]), v)
+
+        # A score has a share in the output, and one in the sum that divides it.
+        of_sum = -jnp.sum(attended.out.astype(jnp.float32) * gradient, axis=-1)
+        _, differentiate = jax.vjp(attend, queries.q, keys.k, keys.v)
+        return tuple(differentiate((gradient, of_sum)))
+
+
+def _weighted(scores: jax.Array, log_z: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return values [B,H,P,V] weighted by scores [B,K,G,P,P], and the sums of weights [B,H,P]."""
+    weights = jnp.exp(scores - log_z[..., None])
+    out = jnp.einsum("bkgpt,bktv->bkgpv", weights.astype(v.dtype), v)
+    of_heads = scores.shape[0], -1, scores.shape[3]
+    return out.reshape(*of_heads, v.shape[3]), weights.sum(axis=-1).reshape(of_heads)
+
+
+def _masked_scores(queries: Queries, keys: Keys, is_earlier: jax.Array | None) -> jax.Array:
+    """Return the scores between two parts in float32, [B,K,G,P,P]."""
+    (q, segments), (k, _, key_segments) = queries, keys
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])  # [B, K, G, P, C]
+    scores = jnp.einsum("bkgpc,bktc->bkgpt", grouped, k, preferred_element_type=jnp.float32)
+    place = jnp.arange(k.shape[2])
+    is_late = place >= k.shape[2] // 2
+    if is_earlier is None:
+        seen = visible(place, place, None)
+    else:
+        seen = jnp.where(is_earlier, ~is_late[None], is_late[:, None])  # [P, P]
+    mask = seen & (segments[:, :, None] == key_segments[:, None])  # [B, P, P]
+    return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
 class DotProduct:
     """The kernel for every backend: two matrix products as XLA compiles them."""
 
@@ -114,3 +175,7 @@ class DotProduct:
             return attention_of_queries(q, k, v, segment_ids, tokens, options)
 
         return attention
+
+    @staticmethod
+    def build_for_ring(config: ModelConfig, length: int) -> PartToPart:
+        return _PartToPart()

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
+from maxpipe.sharding.attention_contract import (
+    PLAIN,
+    AttentionFn,
+    AttentionOptions,
+    PartAttention,
+    PartToPart,
+)
 
 
 class _AnyQueries(PartAttention, Protocol):
@@ -77,6 +83,14 @@ class Splash:
         # A block of queries must not reach from one chunk of a part into the other: fewer blocks
         # would be masked entirely.
         return _build(config, parts, parts.shape[1] // 2, interpret)
+
+    @staticmethod
+    def build_for_ring(config: ModelConfig, length: int, *, interpret: bool = False) -> PartToPart:
+        """Build attention between parts of so many tokens; `interpret` as in `build`."""
+        from maxpipe.model.kernels.splash_ring import SplashPartToPart
+
+        # A block must not reach from one chunk of a part into the other.
+        return SplashPartToPart(largest_block(length // 2, config.attention_block_size), interpret)
 
 
 def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) -> _AnyQueries:
@@ -172,12 +186,12 @@ def _attend_rows(
         heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
         return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
 
-    scaled = _filled_up(q / math.sqrt(q.shape[3]))
-    context = jax.vmap(attend_row)(scaled, _filled_up(k), _filled_up(v), segment_ids)
+    scaled = filled_up(q / math.sqrt(q.shape[3]))
+    context = jax.vmap(attend_row)(scaled, filled_up(k), filled_up(v), segment_ids)
     return context if context.shape[3] == v.shape[3] else context[..., : v.shape[3]]
 
 
-def _filled_up(x: jax.Array) -> jax.Array:
+def filled_up(x: jax.Array) -> jax.Array:
     """Pad [..., C] with zeros to `filled(C)` channels, which changes no product."""
     missing = filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

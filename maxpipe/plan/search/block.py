@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.rules.engines import ring_obstacle
 from maxpipe.config.rules.layout import chunk_layers, num_stages
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.values import AUTO
@@ -25,6 +26,8 @@ from maxpipe.plan.search.legality import layout_of
 from maxpipe.plan.search.patterns import Pattern, pattern, pattern_of_table
 from maxpipe.plan.search.space import GATHERS, Grid, Space
 
+# Share of a device's memory for gathered keys and values; a ring holds less, but costs time.
+KEYS_SHARE = 0.05
 _COLUMNS = ("microbatches", "repeats", "chunk", "outside", "policy", "gather", "tiles")
 
 
@@ -225,6 +228,21 @@ class BlockSizes:
         scans = (self.layers > 1) & pipeline.scan_layers_per_stage
         does = prefetch == "true" or (self.tpu is not None and ring <= self.tpu.longest_ring)
         return does * ~scans * self.gathers("per_iteration")
+
+    @property
+    def gathered_keys(self) -> Number:
+        """Return the bytes of other devices' keys and values, gathered, and of their gradients."""
+        others = self.block.grid.size("context") - 1
+        return 2 * others * self.tokens * self.itemsize * self.layer.key_values
+
+    @property
+    def in_ring(self) -> Number:
+        """Return 1 where keys and values go around a ring instead, else 0."""
+        strategy, tpu = self.config.sharding.context_strategy, self.tpu
+        is_open = strategy == "auto" and self.block.grid.size("context") > 1
+        if tpu is None or not is_open or ring_obstacle(self.config, self.block.engine):
+            return float(strategy == "ring")
+        return np.greater(self.gathered_keys, KEYS_SHARE * tpu.memory)
 
     @cached_property
     def _patterns(self) -> tuple[list[Pattern], np.ndarray]:

@@ -127,12 +127,16 @@ def _first_excess(sizes: BlockSizes) -> Number:
     return sizes.tokens * sizes.itemsize * np.maximum(more, 0.0)
 
 
-def _layer_work(sizes: BlockSizes, facts: Facts | None) -> float:
-    """Return the width of what a layer's backward holds, with keys and values of all sequences."""
+def _layer_work(sizes: BlockSizes, facts: Facts | None) -> Number:
+    """Return the width of what a layer's backward holds, with keys and values of all sequences.
+
+    In a ring it has those of two or three devices, at moments when it holds less of the rest.
+    """
     if facts is None:
         return 0.0
     layer, grid = facts.layer(sizes.block.grid.sizes), sizes.block.grid
-    return layer.working + 2 * (grid.size("context") - 1) * layer.key_values
+    gathered = (1.0 - sizes.in_ring) * (grid.size("context") - 1)
+    return layer.working + 2 * gathered * layer.key_values
 
 
 def logits_work(sizes: BlockSizes, tokens: Number) -> Number:

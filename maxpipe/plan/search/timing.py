@@ -203,13 +203,15 @@ def _activation_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Numb
 
     since layers sum twice, and every device gets the tokens of all devices with other experts and
     sends sums back. A backward takes as long, and again for the share that it recomputes; but keys
-    are gathered again if it recomputes anything, and their gradients are summed in float32.
+    are gathered again if it recomputes anything, and their gradients are summed in float32. In a
+    ring, attention hides the transfers of both.
     """
     grid, embed = sizes.block.grid, sizes.config.model.embed_dim
     activations = sizes.tokens * sizes.itemsize * embed
     summed = 2 * activations * costs.of_sum("tensor")
     others = grid.size("context") - 1
     keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * others * costs.of("context")
+    keys = (1.0 - sizes.in_ring) * keys
     exchanged = activations + sizes.tokens * FLOAT32 * embed
     exchanged = exchanged * (grid.size(EXPERT_AXIS) - 1) * costs.of(EXPERT_AXIS)
     again = summed + exchanged

@@ -222,6 +222,9 @@ NARROW_VALUES = {
     "%m = ": "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ",
     "%k, %k)": "%k, %v)",
 }
+# Between parts of a sequence, queries whose places the kernel does not read.
+SEGMENTS = {"m: s8": "i: s32[2,1024], m: s8", "%m = ": "%i = s32[2,1024] parameter(3)\n  %m = "}
+WHOLE, CUT = (SEGMENTS | {"%k, %k)": f"%k, %k{ids})"} for ids in (", %i, %i", ", %i, %i, %i"))
 PART = {f"q{sign} bf16[2,4,1024,128]": f"q{sign} bf16[2,4,256,128]" for sign in (":", " =")}
 
 
@@ -243,6 +246,8 @@ PART = {f"q{sign} bf16[2,4,1024,128]": f"q{sign} bf16[2,4,256,128]" for sign in 
         ("dkv", "s8[1,2,8]", SMALL, {}, 4 * 128, (1 + 7 * 2) * 128 * 128),
         # A part of the queries visits a block of keys entirely, so that there is no window.
         ("dkv", "s8[1,2,8]", SMALL, PART, 4 * 128, 256 * (1024 + 128) / 2),
+        ("fwd", "s8[1,2,2]", {}, WHOLE, 2 * 128, HALF),
+        ("fwd", "s8[1,2,2]", {}, CUT, 2 * 128, HALF + 1024 * 512 / 2),
     ],
 )
 def test_prices_of_attention_kernels_count_the_blocks_that_they_visit(

@@ -43,6 +43,10 @@ model.moe.experts=8 model.moe.groups=4 model.moe.per_token=3 -> model.moe.groups
 model.first_dense_layers=8 model.moe.experts=2 -> model.first_dense_layers: be less than
 mesh.ici.context=2 mesh.dcn.context=3 data.sequence_length=100 -> data.sequence_length: 2 x
     mesh.*.context = 12; nearest legal: 96 or 108
+pipeline.schedule=lockstep_1f1b mesh.ici.context=2 sharding.context_strategy=ring
+    pipeline.skip_idle=true -> sharding.context_strategy: pipeline.skip_idle=true; use gather
+pipeline.schedule=zb_h1 mesh.ici.context=2 sharding.context_strategy=ring model.attention_window=3
+    model.layer_pattern=[local] -> sharding.context_strategy: attention_window; use gather
 mesh.ici.context=2 sharding.logical_axis_rules=[[activation_length,[context,tensor]]] ->
     sharding.logical_axis_rules: use [activation_length, [context]]
 model.rope_scaling.factor=8 model.rope_scaling.low_freq_factor=4 ->

@@ -1,5 +1,6 @@
 """Which kernel is chosen for which platform and sizes, and what is said about it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -8,6 +9,7 @@ from helpers.engines import make_mesh, tiny
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
+from maxpipe.config.catalog import KERNELS
 from maxpipe.model.experts.split import choose_kernel as choose_experts_kernel
 from maxpipe.model.kernels.choose import choose_gating, choose_kernel, choose_rotation
 
@@ -100,6 +102,15 @@ def test_choose_kernel_on_gpus_says_why_cudnn_cannot_serve(choose):
         assert reason in said
         with pytest.raises(ConfigError, match=r"cudnn cannot be used: .*; use auto or dot_product"):
             choose("gpu", kernel="cudnn", **{key: value})
+
+
+def test_choose_kernel_for_a_ring_leaves_one_that_serves_none(choose, monkeypatch):
+    ring = {"sharding.context_strategy": "ring"}
+    assert choose("tpu", context=2, **ring)[0] == "splash"
+    monkeypatch.setitem(KERNELS, "splash", replace(KERNELS["splash"], in_ring=False))
+    name, said = choose("tpu", context=2, **ring)
+    assert name == "dot_product"
+    assert "splash cannot be used, sharding.context_strategy=ring" in said
 
 
 def test_choose_kernel_on_gpus_of_another_maker_or_before_ampere_leaves_cudnn(choose, monkeypatch):

@@ -13,8 +13,9 @@ ENGINES = {"circular": "schedule=circular", "scheduled": "schedule=lockstep_1f1b
 
 
 @cache
-def compiled(engine):
-    words = "context=2 fsdp=2 stage=2 num_microbatches=4 tie_embeddings=true"
+def compiled(engine, strategy="gather"):
+    words = f"context_strategy={strategy} context=2 fsdp=2 stage=2 num_microbatches=4 "
+    words += "tie_embeddings=true"
     subject = EngineUnderTest(tiny(f"{words} {ENGINES[engine]}"))
     module = parse(subject.compile(make_batch(16)).as_text())
     found = find_collectives(module, subject.batch_sharding.mesh)
@@ -40,3 +41,17 @@ def test_the_scheduled_engine_sums_gradients_over_parts_once():
     )
     once = shard_bytes(subject.params)
     assert once <= summed < 2 * once  # tied embeddings twice
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_keys_and_values_go_around_a_ring_and_their_gradients_with_them(engine):
+    _, found = compiled(engine, "ring")
+    layers = 4 * 2 + 1
+    part = 2 * 4 * 2 * 4 * 4  # as above
+    # Keys, values and segment ids of two rows of four tokens: forward, and again in the backward.
+    # The other device adds to the gradients of both, and sends them back.
+    around = 2 * (2 * part + 2 * 4 * 4) + 2 * 2 * part
+    assert found["collective-permute", "context"].bytes == layers * around
+    assert ("reduce-scatter", "context") not in found
+    gathered = found.get(("all-gather", "context"))
+    assert gathered is None or gathered.bytes < part

@@ -210,6 +210,26 @@ MODELS = {
             "fsdp_gather=per_repeat remat_policy=minimal",
         ],
     ),
+    # Keys and values that go around a ring of devices.
+    "ring": Model(
+        "num_layers=2 context_strategy=ring",
+        default=[
+            "engine=sequential num_microbatches=2 context=4 tensor=2 remat_policy=minimal",
+            "schedule=lockstep_1f1b context=4",
+            "schedule=circular context=2 fsdp=2 fsdp_gather=once",
+            "schedule=1f1b context=4 scan_layers_per_stage=false",
+        ],
+        slow=[
+            "engine=sequential num_microbatches=2 context=2 tensor=4",  # more than key heads
+            "engine=sequential num_microbatches=2 context=4 scan_layers=false remat_policy=none",
+            "schedule=circular num_layers=4 num_repeats=2 context=4 fsdp_gather=per_repeat",
+            "schedule=lockstep_1f1b num_layers=4 num_repeats=2 context=2 fsdp=2 "
+            "tie_embeddings=true fsdp_prefetch=true remat_policy=minimal",
+            "schedule=lockstep_zb context=2 tensor=2 remat_policy=minimal",
+            "schedule=zb_v num_layers=4 num_repeats=2 context=2 tensor=2 remat_policy=minimal",
+            "schedule=1f1b context=2 tensor=2 " + LATENT_WORDS,
+        ],
+    ),
     "lora": Model(
         "num_layers=2 lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
         default=["schedule=lockstep_1f1b fsdp=2", "schedule=circular fsdp=2"],
