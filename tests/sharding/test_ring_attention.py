@@ -1,17 +1,21 @@
 """Attention around a ring of devices compared with attention of full sequences."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.compile_command import tpu_aot
 from helpers.engines import tiny
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxpipe.compile.topology import devices_of
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
+from maxpipe.devices.mesh import build_mesh
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.sharding.context_parallel import parts
 from maxpipe.sharding.ring_attention import over_ring
@@ -61,3 +65,29 @@ def test_dot_product_around_a_ring_equals_the_full_sequence(count):
 def test_splash_around_a_ring_equals_dot_product_of_the_full_sequence():
     """Interpreted; a chunk is one block, and a device skips half of the blocks of each step."""
     check_ring("splash", 512, 2, 128, borders=[128, 300, 384], interpret=True)
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_ring_compiles_and_its_transfers_are_asynchronous(self):
+        config = tiny(**{"mesh.ici.context": 4, "compile.topology": "v5p:2x2x1"})
+        attention = over_ring(implementation(KERNELS["splash"]).build_for_ring(config.model, 256))
+        mesh = build_mesh(config, devices_of(config))
+        spec = P(None, "context")
+
+        def loss(*operands):
+            return jnp.sum(attention(*operands).astype(jnp.float32))
+
+        gradients = jax.shard_map(
+            jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        shapes = [((1, 1024, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+        operands = [
+            jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+            for shape in (*shapes, ((1, 1024), jnp.int32))
+        ]
+        text = jax.jit(gradients).lower(*operands).compile().as_text()
+        assert "collective-permute-start" in text
+        assert "all-gather" not in text
+        assert {*re.findall(r"splash_mha_(fwd|dq|dkv)", text)} == {"fwd", "dq", "dkv"}
