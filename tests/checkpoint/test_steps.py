@@ -37,8 +37,10 @@ def test_entries_state_follows_name_and_set_aside_takes_the_first_free_one(store
         assert open_steps(str(store.path.parent / inner), "DIR").steps() == [0, 9, 10]
     assert committed_steps(store.path) == [0, 9, 10]
     assert store.set_aside(10, DAMAGED) == str(store.path / "10.damaged-3")
-    assert store.set_aside(9, ABANDONED) == str(store.path / "9.abandoned")
-    assert store.steps() == [0]
+    for name in ("9.abandoned", "9.abandoned-2"):
+        assert store.set_aside(9, ABANDONED) == str(store.path / name)
+        store.of(9).mkdir()
+    assert store.steps() == [0, 9]
 
 
 def test_local_files_are_files_only(store):

@@ -151,7 +151,7 @@ def test_rotation_with_two_places_is_that_of_transformers_which_is_said():
     """Values are those of transformers 5.24, most of them also those of 4.57."""
     length = {"original_max_position_embeddings": 64}
     for changes, expected, line in (
-        ({}, {"type": "yarn", "original_max_position": 32}, ""),
+        ({}, {"type": "yarn", "original_max_position": 32, "beta_fast": 32}, ""),
         ({"rope_scaling": YARN | {"factor": 4.0}}, {"factor": 4.0}, "rope_scaling counts"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"type": "linear"}, "counts"),
         ({"rope_scaling": YARN}, {"factor": 8.0}, ""),

@@ -34,6 +34,7 @@ def test_load_schedule_with_what_it_does_not_have_gives_every_reason(name, sizes
     with pytest.raises(ScheduleError) as caught:
         load_schedule(name, *sizes, **options)
     assert [reason.partition("=")[0] for reason in caught.value.reasons] == keys.split()
+    assert ("has one chunk per stage" in str(caught.value)) == ("num_repeats" in keys)
 
 
 M, S = np.ogrid[:4, :2]
