@@ -71,9 +71,8 @@ def test_unknown_key_of_maxtext_says_what_to_use(base):
 
 
 def test_a_configuration_of_maxtext_is_told_who_translates_it(write):
-    path = write("theirs.yml", "emb_dim: 8\nhead_dim: 4\nici_fsdp_parallelism: 2\n")
-    with pytest.raises(ConfigError, match=f"3 keys are MaxText's; maxpipe from_maxtext {path}"):
-        load(path)
+    with pytest.raises(ConfigError, match=r"3 keys are MaxText's; maxpipe from_maxtext /.*/a.yml"):
+        load(write("a.yml", "emb_dim: 8\nhead_dim: 4\nici_fsdp_parallelism: 2\n"))
 
 
 def test_maxtext_keys_name_ours_and_shadow_none():

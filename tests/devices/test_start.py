@@ -1,7 +1,6 @@
 """Starting JAX: processes and simulated devices."""
 
 import os
-import re
 import time
 from unittest.mock import Mock
 
@@ -57,9 +56,7 @@ class TestStartOfProcesses:
         monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.3))
         monkeypatch.setattr(start, "_QUIET_SECONDS", 0.1)
         start_processes(30)
-        assert re.match(
-            "waiting for all 4 processes to meet at host:1234 .*: start", capsys.readouterr().out
-        )
+        assert "4 processes to meet at host:1234 (" in capsys.readouterr().out
         monkeypatch.setattr(start, "_QUIET_SECONDS", 0.4)
         start_processes(30)
         time.sleep(0.2)
