@@ -50,6 +50,9 @@ LONGEST = (
     "test_clusters.py",
     "multiprocess/test_supervised_training.py",
     "pipeline/engines/test_equals_one_device.py",
+    "training/test_phases.py",
+    "training/test_trainer_contract.py",
+    "training/test_samples.py",
 )
 
 
