@@ -132,11 +132,7 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
 
 
 def with_context_strategy(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
-    """Return the configuration with `sharding.context_strategy` decided.
-
-    Keys and values go around a ring where gathered ones would take much of a device's memory; where
-    they fit, gathering them is faster.
-    """
+    """Return the configuration with `sharding.context_strategy` decided; see `KEYS_SHARE`."""
     if config.mesh.size("context") == 1:
         return config
     sizes = sizes_of_configuration(config, tpu, on_tpus=tpu is not None)

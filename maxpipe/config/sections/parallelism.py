@@ -86,8 +86,7 @@ class ShardingConfig:
     logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")
     context_strategy: str = option(
         "auto",
-        "gather keys and values of split sequences, or pass them around a ring; auto = on TPUs by "
-        "memory",
+        "gather keys of split sequences, or pass them around a ring; auto = on TPUs by memory",
         choices=("auto", "gather", "ring"),
         acts_with="mesh.ici.context>1 or mesh.dcn.context>1",
     )

@@ -6,8 +6,7 @@ that it takes from attention are output and logsumexps, and here these are those
 Letters: B sequences, P tokens of a part, H query heads, C channels.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from maxpipe.model.kernels.splash import filled_up
 from maxpipe.sharding.attention_contract import Attended, Keys, Queries
 
-_backward: Callable[..., Any] = splash._splash_attention_bwd
+_Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 class SplashPartToPart:
@@ -45,14 +44,14 @@ class SplashPartToPart:
         attended: Attended,
         gradient: jax.Array,
         is_earlier: jax.Array | None,
-    ) -> tuple[jax.Array, ...]:
+    ) -> _Arrays:
         kernel = self._kernel(queries.q, is_earlier)
 
-        def of_row(ids: splash.SegmentIds, logsumexp: jax.Array, *wide: jax.Array) -> Any:
-            gradient, *qkv, out = wide
-            saved = (*qkv, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        def of_row(ids: splash.SegmentIds, logsumexp: jax.Array, *wide: jax.Array) -> _Arrays:
+            gradient, q, k, v, out = wide
+            saved = (q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
             # Gradients of three masks, of q, k and v, of segment ids and of sinks.
-            return _backward(res=saved, do=gradient, **kernel.kwargs)[3:6]
+            return splash._splash_attention_bwd(res=saved, do=gradient, **kernel.kwargs)[3:6]
 
         ids, qkv = splash.SegmentIds(queries.segments, keys.segments), (queries.q, *keys[:2])
         wide = map(filled_up, (gradient, *qkv, attended.out))

@@ -26,7 +26,7 @@ from maxpipe.plan.search.legality import layout_of
 from maxpipe.plan.search.patterns import Pattern, pattern, pattern_of_table
 from maxpipe.plan.search.space import GATHERS, Grid, Space
 
-# Share of a device's memory for gathered keys and values; a ring holds less, but costs time.
+# Most of a device's memory for gathered keys and values. A ring takes less, but more time.
 KEYS_SHARE = 0.05
 _COLUMNS = ("microbatches", "repeats", "chunk", "outside", "policy", "gather", "tiles")
 

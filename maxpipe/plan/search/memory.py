@@ -128,10 +128,7 @@ def _first_excess(sizes: BlockSizes) -> Number:
 
 
 def _layer_work(sizes: BlockSizes, facts: Facts | None) -> Number:
-    """Return the width of what a layer's backward holds, with keys and values of all sequences.
-
-    In a ring it has those of two or three devices, at moments when it holds less of the rest.
-    """
+    """Return the width of what a layer's backward holds, with keys and values that it gathers."""
     if facts is None:
         return 0.0
     layer, grid = facts.layer(sizes.block.grid.sizes), sizes.block.grid

@@ -51,9 +51,9 @@ def layer_traffic(
     copied = _copied_experts(sizes, parameters, layer) / rate
     # Once to the order of tokens and once to that of the kernel, each read and written.
     keys = 2 * 2 * column * context * layer.key_values
-    model = sizes.config.model
-    output = model.num_query_heads * model.head_dim / sizes.block.grid.size("tensor")
+    output = sizes.config.model.num_query_heads * sizes.config.model.head_dim
     merged = (context - 1) * sizes.tokens * output * _MERGED_BYTES / machine.hbm
+    merged = merged / sizes.block.grid.size("tensor")
     return Traffic(
         residuals=has_stores * column * stored,
         stash=has_stores * sizes.splits_backward * column * sizes.saving.stash,
