@@ -119,7 +119,7 @@ def test_tokens_of_any_size_have_finite_products(form):
 
 @pytest.mark.parametrize(
     ("others", "count"),
-    [({}, 7), (LATENT, 8), ({"model.lora.rank": 2}, 7), ({"model.attention_bias": True}, 7)],
+    [({}, 7), (LATENT, 10), ({"model.lora.rank": 2}, 7), ({"model.attention_bias": True}, 7)],
 )
 def test_projections_of_a_layer_are_quantised_and_neither_adapters_nor_the_head(others, count):
     config = tiny(**{"model.quantisation": "int8"} | others).model

@@ -20,6 +20,7 @@ from maxpipe.compile.hlo import PRODUCTS, Computation, Instruction, Module, arra
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.devices.chips import Chip, devices_per_chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
+from maxpipe.model.kernels.splash import filled
 from maxpipe.plan.jaxpr_flops import visible_blocks
 from maxpipe.plan.links import group_links
 
@@ -311,7 +312,7 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
     if sum(_MASK_SIZES.match(text) is not None for text in types[floats[2] :]) == 2:
         met = keys[-2] / 2
     of_queries, of_values = _ATTENTION_PRODUCTS[named[1]]
-    channels = of_queries * queries[-1] + of_values * values[-1]
+    channels = of_queries * filled(queries[-1]) + of_values * filled(values[-1])
     return 2.0 * math.prod(queries[:-1]) * met * channels
 
 

@@ -3,7 +3,8 @@
 Each assignment of a token to an expert is a row, so nothing is dropped, however uneven the choice;
 assignments to experts of other devices have no row here, and add nothing to their tokens.
 Rows of an expert are neighbours; if a kernel needs it, each expert's rows begin at a multiple of a
-number, and the rows in between are zero. Both directions are gathers, and so are their gradients.
+number. The rows in between are some token's, but weigh nothing: `by_row` gives them weight 0, and
+so they have no gradient. Both directions are gathers, and so are their gradients.
 
 Letters: N tokens, k experts of a token, A = N k assignments, P rows, E experts, D embed.
 """
@@ -82,16 +83,15 @@ def first_rows(sizes: jax.Array, alignment: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def spread(x: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
-    """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero.
+    """Return a row for each assignment, [N, D] -> [P, D]; rows without one are the last token's.
 
     Args:
       x: activations of the tokens.
       places: places of the rows.
       missing: as in `Layout`.
     """
-    tokens = places.assignments // places.rows.shape[1]  # [P], N for rows without one
-    is_full = missing == "none" and tokens.size == places.rows.size
-    return _taken(x, tokens, "none" if is_full else "any")
+    # Zeros instead would cost TPUs a copy of all tokens.
+    return jnp.take(x, places.assignments // places.rows.shape[1], axis=0, mode="clip")
 
 
 def _spread_backward(

@@ -51,7 +51,6 @@ class Splash:
         if sequence_length % unit:
             why = f" = {LANES} x 2 x {num_parts} (mesh.*.context)" if num_parts > 1 else ""
             return f"data.sequence_length={sequence_length} is not a multiple of {unit}{why}"
-        # Channels of latent attention, 192 and 128 in DeepSeek's models, are filled up.
         if config.head_dim % LANES and not config.is_latent:
             return f"model.head_dim={config.head_dim} is not a multiple of {LANES}"
         if config.attention_sinks:
@@ -87,7 +86,7 @@ class Splash:
     @staticmethod
     def build_for_ring(config: ModelConfig, length: int, *, interpret: bool = False) -> PartToPart:
         """Build attention between parts of so many tokens; `interpret` as in `build`."""
-        from maxpipe.model.kernels.splash_ring import SplashPartToPart
+        from maxpipe.model.kernels.part_to_part import SplashPartToPart
 
         # A block must not reach from one chunk of a part into the other.
         return SplashPartToPart(largest_block(length // 2, config.attention_block_size), interpret)
@@ -186,19 +185,12 @@ def _attend_rows(
         heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
         return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
 
-    scaled = filled_up(q / math.sqrt(q.shape[3]))
-    context = jax.vmap(attend_row)(scaled, filled_up(k), filled_up(v), segment_ids)
-    return context if context.shape[3] == v.shape[3] else context[..., : v.shape[3]]
-
-
-def filled_up(x: jax.Array) -> jax.Array:
-    """Pad [..., C] with zeros to `filled(C)` channels, which changes no product."""
-    missing = filled(x.shape[-1]) - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    scaled = q / math.sqrt(q.shape[3])
+    return jax.vmap(attend_row)(scaled, k, v, segment_ids)
 
 
 def filled(channels: int) -> int:
-    """Return how many channels the kernel computes with: the next multiple of `LANES`."""
+    """Return how many channels matrix units compute with: the next multiple of `LANES`."""
     return -(-channels // LANES) * LANES
 
 

@@ -217,9 +217,10 @@ ALL_BLOCKS = {
     for side, size in zip(("q", "kv"), pair, strict=True)
 }
 SMALL = dict.fromkeys(ALL_BLOCKS, 128)
-NARROW_VALUES = {
-    "m: s8": "v: bf16[2,2,1024,64], m: s8",
-    "%m = ": "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ",
+WIDE_KEYS = {
+    "1024,128]": "1024,192]",
+    "m: s8": "v: bf16[2,2,1024,128], m: s8",
+    "%m = ": "%v = bf16[2,2,1024,128] parameter(3)\n  %m = ",
     "%k, %k)": "%k, %v)",
 }
 # Between parts of a sequence, queries whose places the kernel does not read.
@@ -236,10 +237,10 @@ PART = {f"q{sign} bf16[2,4,1024,128]": f"q{sign} bf16[2,4,256,128]" for sign in 
         ("dq", "s8[1,1,2]", ALL_BLOCKS, {}, 3 * 128, HALF + 1024 * 1024 / 2),
         ("dkv", "s8[1,8,8]", ALL_BLOCKS, {}, 4 * 128, HALF + 1024 * 128 / 2),
         ("fwd", "s8[1,2,2]", {"block_q_dq": 1024}, {}, 2 * 128, HALF + 1024 * 512 / 2),
-        # Values with fewer channels than queries and keys.
-        ("fwd", "s8[1,2,2]", {}, NARROW_VALUES, 128 + 64, HALF + 1024 * 512 / 2),
-        ("dq", "s8[1,2,2]", {}, NARROW_VALUES, 2 * 128 + 64, HALF + 1024 * 512 / 2),
-        ("dkv", "s8[1,2,2]", {}, NARROW_VALUES, 2 * 128 + 2 * 64, HALF + 1024 * 512 / 2),
+        # Queries and keys of 192 channels, which matrix units fill up to 256; values of 128.
+        ("fwd", "s8[1,2,2]", {}, WIDE_KEYS, 256 + 128, HALF + 1024 * 512 / 2),
+        ("dq", "s8[1,2,2]", {}, WIDE_KEYS, 2 * 256 + 128, HALF + 1024 * 512 / 2),
+        ("dkv", "s8[1,2,2]", {}, WIDE_KEYS, 2 * 256 + 2 * 128, HALF + 1024 * 512 / 2),
         # A window: each of eight blocks of queries visits two of keys, the first one only its own.
         ("fwd", "s8[1,8,2]", SMALL, {}, 2 * 128, (1 + 7 * 2) * 128 * 128),
         ("dq", "s8[1,8,2]", SMALL, {}, 3 * 128, (1 + 7 * 2) * 128 * 128),

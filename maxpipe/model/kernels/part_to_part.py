@@ -14,7 +14,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from maxpipe.model.kernels.splash import filled_up
 from maxpipe.sharding.attention_contract import Attended, Keys, Queries
 
 _Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -34,8 +33,7 @@ class SplashPartToPart:
             return Attended(out, logsumexp)
 
         ids = splash.SegmentIds(queries.segments, keys.segments)
-        out, logsumexp = jax.vmap(of_row)(ids, *map(filled_up, (queries.q, keys.k, keys.v)))
-        return Attended(out[..., : keys.v.shape[3]], logsumexp)
+        return jax.vmap(of_row)(ids, queries.q, *keys[:2])
 
     def backward(
         self,
@@ -47,16 +45,14 @@ class SplashPartToPart:
     ) -> _Arrays:
         kernel = self._kernel(queries.q, is_earlier)
 
-        def of_row(ids: splash.SegmentIds, logsumexp: jax.Array, *wide: jax.Array) -> _Arrays:
-            gradient, q, k, v, out = wide
+        def of_row(ids: splash.SegmentIds, gradient: jax.Array, *arrays: jax.Array) -> _Arrays:
+            q, k, v, out, logsumexp = arrays
             saved = (q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
             # Gradients of three masks, of q, k and v, of segment ids and of sinks.
             return splash._splash_attention_bwd(res=saved, do=gradient, **kernel.kwargs)[3:6]
 
-        ids, qkv = splash.SegmentIds(queries.segments, keys.segments), (queries.q, *keys[:2])
-        wide = map(filled_up, (gradient, *qkv, attended.out))
-        found = jax.vmap(of_row)(ids, attended.logsumexp, *wide)
-        return tuple(d[..., : x.shape[3]] for d, x in zip(found, qkv, strict=True))
+        ids = splash.SegmentIds(queries.segments, keys.segments)
+        return jax.vmap(of_row)(ids, gradient, queries.q, *keys[:2], *attended)
 
     def _kernel(self, q: jax.Array, is_earlier: jax.Array | None) -> splash.SplashAttentionKernel:
         heads, length, b = *q.shape[1:3], self._block
