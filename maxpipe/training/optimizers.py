@@ -22,7 +22,6 @@ import optax
 from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.layers import RANK_AXIS
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
-from maxpipe.training.orthogonal import Matrices, orthogonalised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -99,6 +98,8 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 
 def _orthogonal(specs: Params, directions: Params, shardings: Params | None) -> Params:
     """Orthogonalise the matrices among directions, and scale them as AdamW's."""
+    from maxpipe.training.orthogonal import Matrices, orthogonalised  # no other optimizer needs it
+
     leaves, structure = jax.tree.flatten(directions)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
     at_rest = jax.tree.leaves(shardings) or [None] * len(leaves)

@@ -23,7 +23,6 @@ from maxpipe.sharding.attention_contract import (
 )
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.context_parallel import over_context, parts
-from maxpipe.sharding.ring_attention import over_ring
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
@@ -163,6 +162,8 @@ def build_attention(config: Config, rules: AxisRules, platform: str, note: Note)
     kernel, length = _kernel(name), config.data.sequence_length
     num_parts = rules.mesh.shape[CONTEXT_AXIS]
     if num_parts > 1 and config.sharding.context_strategy == "ring":
+        from maxpipe.sharding.ring_attention import over_ring  # which few runs need
+
         return per_device(
             over_ring(kernel.build_for_ring(config.model, length // num_parts)), rules
         )
