@@ -93,6 +93,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(
         origin=before,
         tokenizer=None,
         turn_ends=set(),
+        learning_rate="",
         version="",
     )
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
