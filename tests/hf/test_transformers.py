@@ -92,7 +92,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(
         companions=(),
         origin=before,
         tokenizer=None,
-        turn_ends=set(),
+        turn_ends=(set(), ""),
         learning_rate="",
         version="",
     )
