@@ -1,8 +1,8 @@
 """Multiply blocks of rows, each of one expert, in a loop: the kernel for every backend.
 
-The rows of an expert fill whole blocks, the last with zeros. Rows multiplied beyond those of tokens
-are at most `_WASTE` of the latter, if a block has more than `_LEAST` rows. XLA's own
-`lax.ragged_dot` multiplies every row with the weights of all experts on CPUs and GPUs.
+The rows of an expert fill whole blocks, the last with rows that weigh nothing. Rows multiplied
+beyond those of tokens are at most `_WASTE` of the latter, if a block has more than `_LEAST` rows.
+XLA's own `lax.ragged_dot` multiplies every row with the weights of all experts on CPUs and GPUs.
 
 Letters: A assignments, b rows of a block, P rows of all blocks, E experts, D and F widths.
 """
@@ -48,7 +48,7 @@ class Blocks:
         first = first_rows(places.sizes, layout.alignment)
         blocks = jnp.arange(layout.num_rows // layout.alignment, dtype=jnp.int32)
         # A block's expert is the last that begins at or before its first row; empty experts begin
-        # there too, but precede it. Blocks after all rows are zero, and the last expert's.
+        # there too, but precede it. Blocks after all rows are the last expert's.
         starts = blocks * layout.alignment
         ends = first + -(-places.sizes // layout.alignment) * layout.alignment
         experts = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
@@ -65,7 +65,7 @@ def _multiply(
 
     Args:
       rows, weights: the operands.
-      experts: int32 [P / b], expert of each block; E for blocks of zeros if `is_sparse`.
+      experts: int32 [P / b], expert of each block; E for blocks without assignments if `is_sparse`.
       is_sparse: whether such blocks are skipped.
     """
     return _over_blocks(rows, weights, experts, is_sparse, contracted=0)
