@@ -119,6 +119,7 @@ def test_config_invalid_mixture_raises():
     for value, message in [
         ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text"),
         ("[{source: text, weight: 0}]", "entry 1: needs a weight above 0; got 0"),
+        ("[{}]", "entry 1: source 'None' is not one of"),
         ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "a weight is 0.0005 of all"),
         ("[{source: synthetic, path: a, weight: 1}]", "synthetic reads no path: set source: text"),
         ("[{source: text, wait: 1, weight: 1}]", "entry 1: has no 'wait', only source, path"),

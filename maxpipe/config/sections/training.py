@@ -63,7 +63,7 @@ class DataConfig:
     @property
     def sources(self) -> list[str]:
         """Return the sources that training reads, in the order of `mixture` if there is one."""
-        return [entry["source"] for entry in self.mixture] or [self.source]
+        return [str(entry.get("source")) for entry in self.mixture] or [self.source]
 
     def weights_after(self, step: float) -> list[float]:
         """Return the weights of the mixture's entries that hold after `step` finished steps."""
