@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from maxpipe.comparison.recorded import METRICS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words, split_values
 from maxpipe.config.imports import import_words
@@ -24,6 +23,7 @@ from maxpipe.config.load import Loaded, load
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervise.ending import PREEMPTED, die_with_parent, handling, numbers_to_pass_on
+from maxpipe.telemetry.recorder import METRICS
 
 FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save

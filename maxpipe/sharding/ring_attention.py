@@ -29,8 +29,6 @@ from maxpipe.sharding.attention_contract import (
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 
 _Tree = TypeVar("_Tree")
-
-
 _Sums: TypeAlias = tuple[jax.Array, jax.Array]  # of gradients of k and v, float32
 _Saved: TypeAlias = tuple[Queries, Keys, Attended]
 
