@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol, cast
 import grain
 import numpy as np
 from absl import flags
-from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
+from grain.experimental import ThreadPrefetchIterDataset
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
@@ -55,6 +55,7 @@ from maxpipe.data.documents import (
     open_sources,
 )
 from maxpipe.data.files import path_error
+from maxpipe.data.shuffle import shuffled
 from maxpipe.data.tokenizers import load_tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -90,8 +91,7 @@ class DocumentOrder:
     def __call__(self, epoch: int, position: int) -> int:
         if not self._shuffle:
             return position
-        seed = (self._seed + epoch) % 2**32
-        return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
+        return shuffled(position, self.num_documents, (self._seed + epoch) % 2**32)
 
 
 class Era(NamedTuple):
@@ -188,8 +188,7 @@ class MixedOrder:
     def _drawn(self, draw: int) -> tuple[int, int]:
         """Return the source of a draw, and the number of its document."""
         number, place = divmod(draw, ROUND)
-        seed = (self._seed + number) % 2**32
-        slot = index_shuffle(place, max_index=ROUND - 1, seed=seed, rounds=4)
+        slot = shuffled(place, ROUND, (self._seed + number) % 2**32)
         era = next(era for era in reversed(self._eras) if era.first_draw <= draw)
         return era.owner(number - era.first_draw // ROUND, slot)
 
