@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterator
+from importlib import metadata
 
 from maxpipe.compile.prediction.constants import constants_of
 from maxpipe.config import Config, ConfigError, Problem, resolve
@@ -21,6 +22,7 @@ SIMULATED = "cpu"
 SAVE = "compile.save"
 UNITS = "--units"
 ENDINGS = {"--profile": (".html",), "--profile-trace": (".json.gz", ".json")}
+_PIN = re.compile(r"libtpu==([\d.]+)\.\*;")  # of jax[tpu]
 _UNIT = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
 
@@ -87,6 +89,25 @@ def check_slice(topology: str) -> None:
             f"install it: {install_command('tpu')}"
         )
         raise ConfigError(Problem(TOPOLOGY, message))
+
+
+def libtpu_notes() -> list[str]:
+    """Return a note if libtpu is newer than the one that the installed JAX pins.
+
+    JAX may fail to read what it compiles, which shows only when the compiler has finished.
+    """
+    try:
+        installed = metadata.version("libtpu")
+    except metadata.PackageNotFoundError:  # a nightly build has another name
+        return []
+    pins = [_PIN.match(line) for line in metadata.requires("jax") or ()]
+    for wanted in (pin[1] for pin in pins if pin):
+        # As many numbers as are pinned: 0.0.42 of 0.0.42.1.
+        ours, theirs = ([int(n) for n in re.findall(r"\d+", v)] for v in (installed, wanted))
+        if ours[: len(theirs)] > theirs:
+            jax, remedy = metadata.version("jax"), f"pip install 'libtpu=={wanted}.*'"
+            return [f"libtpu {installed} may be too new for jax {jax} to read its results: {remedy}"]
+    return []
 
 
 def unit_names(words: str) -> list[tuple[str, int]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maxpipe.compile.compile_process import compile_configuration
+from maxpipe.compile.step import UNREADABLE
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
@@ -20,6 +21,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
 
     At most twice as many are compiled. The result has the proved rows first, by the compiler's
     prediction; rows that were not compiled follow, and those that do not fit are among its misfits.
+    It is the plan as it was if JAX cannot read what this libtpu compiles, as with any row.
 
     Raises:
       ConfigError: none of the rows could be compiled.
@@ -28,11 +30,15 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     proved: list[Row] = []
     for number, row in enumerate(rows[: 2 * count], 1):
         proved.append(_proved(plan, row, f"{number} of up to {min(2 * count, len(rows))}", note))
-        if sum(_fits(row) for row in proved) == count:
+        failure = proved[-1].proof.failure if proved[-1].proof else ""
+        if UNREADABLE in failure or sum(_fits(row) for row in proved) == count:
             break
     good = [row for row in proved if _fits(row)]
     bad = [row for row in proved if not _fits(row)]
     failures = [row.proof.failure for row in bad if row.proof and row.proof.failure]
+    if not good and failures and UNREADABLE in failures[-1]:
+        note("            nothing more is compiled: the plan is by closed forms")
+        return plan
     if not good and failures and len(failures) == len(bad):
         raise ConfigError(Problem("--compile", failures[0]))
     own = plan.own

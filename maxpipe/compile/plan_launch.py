@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 
+from maxpipe.compile.checks import libtpu_notes
 from maxpipe.compile.finalists import prove
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
@@ -39,6 +40,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     """
     # The host's own accelerator is not needed, and may be in use.
     jax.config.update("jax_platforms", "cpu")
+    if flags.compile and request.machine.is_compilable:
+        _print(*libtpu_notes())
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, flags, facts)

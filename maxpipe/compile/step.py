@@ -21,6 +21,7 @@ from maxpipe.config.terminal import Note
 
 PROGRESS_SECONDS = 15.0
 LONGEST_SILENCE = 240.0
+UNREADABLE = "this JAX cannot read the compiler's result"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -56,7 +57,7 @@ def text_of(executable: jax.stages.Compiled) -> str:
         return executable.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0][:120]
-        message = f"this JAX cannot read the compiler's result ({reason})"
+        message = f"{UNREADABLE} ({reason})"
         remedy = f"install the libtpu that it was made for: {install_command('tpu')}"
         raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 

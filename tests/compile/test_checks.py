@@ -88,3 +88,20 @@ def test_units_are_those_of_the_schedule():
     for wrong in ("", "F", "X1", "F1,", "F-1"):
         with pytest.raises(ConfigError, match="is no unit"):
             check_units(wrong, config)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.0.43.dev20260801", True), ("0.0.52", True), ("0.0.42.1", False), ("0.0.41", False)],
+)
+def test_a_libtpu_that_is_newer_than_jax_asks_for_is_noted_with_the_one_for_it(
+    monkeypatch, version, expected
+):
+    versions = {"libtpu": version, "jax": "0.10.2"}
+    needed = ['libtpu==0.0.42.*; extra == "tpu"', 'libtpu==0.0.1; extra == "old"', "scipy>=1"]
+    monkeypatch.setattr(checks.metadata, "version", versions.get)
+    monkeypatch.setattr(checks.metadata, "requires", {"jax": needed}.get)
+    notes = checks.libtpu_notes()
+    assert len(notes) == expected
+    assert all("jax 0.10.2" in note for note in notes)
+    assert all("pip install 'libtpu==0.0.42.*'" in note for note in notes)

@@ -10,6 +10,7 @@ from helpers.small_plan import scaled
 from maxpipe.compile import finalists as proving
 from maxpipe.compile.finalists import finalists, prove
 from maxpipe.compile.plan_launch import launch
+from maxpipe.compile.step import UNREADABLE
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
@@ -156,6 +157,14 @@ def test_what_the_compiler_finds_too_large_or_refuses_is_replaced_by_the_next(ra
     assert found.misfits[-1].reason == BROKEN.failure
     with pytest.raises(ConfigError, match="--compile: not compiled: broken"):
         ranked([BROKEN], 1)
+
+
+def test_a_plan_is_by_closed_forms_where_jax_cannot_read_what_libtpu_compiles(plan, ranked):
+    unreadable = proved(None, fits=False, failure=f"not compiled: {UNREADABLE} (a reason); ...")
+    assert ranked([unreadable, proved(1.0)], 2).rows == plan.rows
+    assert ranked([proved(0.1, fits=False), unreadable, proved(1.0)], 1).rows == plan.rows
+    found = ranked([proved(1.0), unreadable, proved(0.5)], 2)
+    assert [row.seconds for row in found.rows[:1]] == [1.0]
 
 
 def test_rows_fit_without_the_compilers_estimate_of_time(plan, ranked):
