@@ -2,6 +2,7 @@
 
 import os
 
+from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.model_places import SCHEME, is_directory
 from maxpipe.migration.translator import Translator
 
@@ -67,7 +68,7 @@ def _translate_tokenizer(t: Translator) -> None:
     inside = os.path.join(os.path.expanduser(path), "tokenizer.json")
     if path and os.path.isfile(inside):
         path = inside
-    if path.endswith((".json", ".model")):
+    if path in TOKENIZERS or path.endswith((".json", ".model")):
         t.set("data.tokenizer", path, "tokenizer_path")
         return
     kind = "tiktoken" if path.endswith(".tiktoken") else t.text("tokenizer_type")

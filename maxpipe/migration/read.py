@@ -13,6 +13,8 @@ from maxpipe.config.maxtext import SAME_NAMES, Value
 from maxpipe.config.options import OPTIONS
 
 COMMAND_LINE = "command line"
+BASE = "base.yml"
+_MOST_CHOSEN = 300  # keys of a user's own file; a copy of base.yml has more
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 for a text
 
 
@@ -20,7 +22,8 @@ _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 f
 class MaxTextConfig:
     """The values of MaxText's keys, None where MaxText has None, null or an empty text.
 
-    `chosen` has the file, or `command line`, of keys that the model's file or the command line set.
+    `chosen` has the file, or `command line`, of keys that the user's own file, the model's file or
+    the command line set: all but those of base.yml, which sets every key of MaxText.
     Problems are words that are not `key=value` or contradict the model's file.
     `words` set keys of maxpipe. `unread` has the files that cannot be read: values are missing.
     """
@@ -51,7 +54,8 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
         message = f"expected base.yml and one model's file, got {', '.join(files)}"
         problems.append(Problem("", message))
     unread: list[Problem] = []
-    base = _read_with_bases(files[0], (), unread) if files else {}
+    chosen: dict[str, str] = {}
+    base = _read_with_bases(files[0], (), unread, chosen) if files else {}
     name = overrides.get("model_name", base.get("model_name"))
     model_file = files[1] if len(files) > 1 else _find_model(files, name, unread)
     model = _read(model_file, unread) if model_file else {}
@@ -63,7 +67,7 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
         if contradicts and not replaces:
             message = f"is {model[key]} in {model_file}; to change it, set"
             problems.append(Problem(key, f"{message} override_model_config=true as well"))
-    chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
+    chosen |= dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
     values = base | model | overrides
     return MaxTextConfig(values, chosen, tuple(problems), tuple(ours), tuple(unread))
 
@@ -98,12 +102,17 @@ def _places(path: str, name: str) -> list[str]:
     return [os.path.join(place, name) for place in (directory, os.path.dirname(directory))]
 
 
-def _read_with_bases(path: str, inner: tuple[str, ...], unread: list[Problem]) -> dict[str, Value]:
+def _read_with_bases(
+    path: str, inner: tuple[str, ...], unread: list[Problem], chosen: dict[str, str]
+) -> dict[str, Value]:
+    """Return the values of a file and those it inherits; add its own keys to `chosen`."""
     if path in inner:
         unread.append(Problem("base_config", "files inherit in a circle", path))
         return {}
     values = _read(path, unread)
     base = values.pop("base_config", None)
+    if os.path.basename(path) != BASE and len(values) <= _MOST_CHOSEN:
+        chosen |= dict.fromkeys(values, path) | chosen
     if base is None:
         return values
     places = _places(path, str(base))
@@ -112,7 +121,7 @@ def _read_with_bases(path: str, inner: tuple[str, ...], unread: list[Problem]) -
         message = f"there is neither {' nor '.join(places)}; give its path, or leave it out: "
         unread.append(Problem("base_config", f"{message}MaxText's defaults apply", path))
         return values
-    return _read_with_bases(file, (*inner, path), unread) | values
+    return _read_with_bases(file, (*inner, path), unread, chosen) | values
 
 
 def _read(path: str, unread: list[Problem]) -> dict[str, Value]:

@@ -8,7 +8,9 @@ import pytest
 from maxpipe.config import Config, ConfigError
 from maxpipe.config.options import get
 from maxpipe.config.values import words_of
+from maxpipe.migration.configuration import translate
 from maxpipe.migration.model import SHIPPED
+from maxpipe.migration.read import read_maxtext
 
 SHIPPED_MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -86,6 +88,7 @@ dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json -> dat
     data.path=a.jsonl data.tokenizer=t.json
 dataset_type=hf hf_path=roneneldan/TinyStories tokenizer_path=t.json -> data.source=datasets
     data.path=hf:roneneldan/TinyStories
+dataset_type=hf hf_path=text hf_train_files=a.txt tokenizer_path=byte -> data.tokenizer=byte
 dataset_type=hf hf_path=a/b tokenizer_type=huggingface tokenizer_path=a/Llama ->
     data.tokenizer=hf:a/Llama
 dataset_type=hf hf_path=allenai/c4 hf_name=en train_split=train[:1%] tokenizer_path=t.json ->
@@ -189,6 +192,20 @@ def test_block_without_counterpart_is_answered_with_the_shipped_model(refused):
         assert list(refusals) == ["decoder_block"]
         (file,) = re.findall(r"configs/models/(\S+\.yml)", refusals["decoder_block"])
         assert (SHIPPED_MODELS / file).is_file()
+
+
+def test_unknown_keys_of_the_users_own_file_are_treated_as_words(installed):
+    mine, copy = installed.parent / "mine.yml", installed.parent / "copy.yml"
+    mine.write_text("base_config: base.yml\nfoo: 1\nlearning_rate: 1e-4\nicy_data_parallelism: 2\n")
+    message = r"icy_data_parallelism \(.*/mine.yml\): is not translated; did you mean ici_data_p"
+    with pytest.raises(ConfigError, match=message):
+        translate(read_maxtext([str(mine)], []), 8)
+    mine.write_text("base_config: base.yml\nfoo: 1\n")
+    (note,) = (n for n in translate(read_maxtext([str(mine)], []), 8).notes if "not tr" in n)
+    assert note == "not translated: foo"
+    copy.write_text(installed.read_text() + "".join(f"theirs_{i}: 1\n" for i in range(300)))
+    notes = translate(read_maxtext([str(copy)], []), 8).notes
+    assert "not translated" not in "".join(notes)
 
 
 def test_every_problem_is_listed_at_once(refused, translated):
