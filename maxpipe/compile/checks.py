@@ -106,7 +106,9 @@ def libtpu_notes() -> list[str]:
         ours, theirs = ([int(n) for n in re.findall(r"\d+", v)] for v in (installed, wanted))
         if ours[: len(theirs)] > theirs:
             jax, remedy = metadata.version("jax"), f"pip install 'libtpu=={wanted}.*'"
-            return [f"libtpu {installed} may be too new for jax {jax} to read its results: {remedy}"]
+            return [
+                f"libtpu {installed} may be too new for jax {jax} to read its results: {remedy}"
+            ]
     return []
 
 
