@@ -12,6 +12,8 @@ On a command line, begin with `python -m maxpipe.train base`, and `maxpipe --hel
     model.logits([[1, 2, 3]])                          # [B, T] -> [B, T, V]
     model.generate("def ")
 
+    maxpipe.history("runs/base")                       # the rows of its metrics.jsonl
+
     maxpipe.schedule("lockstep_1f1b", "zb_h1", stages=4, microbatches=8)  # draws itself
 
 See `help(maxpipe.Run)` and the like, and docs/python.md. Importing maxpipe does not import JAX;
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from maxpipe.api.configs import load_config
+    from maxpipe.api.history import history
     from maxpipe.api.run import Diverged, Run
     from maxpipe.api.schedules import schedule
     from maxpipe.config.errors import ConfigError
@@ -35,6 +38,7 @@ __all__ = [
     "Diverged",
     "Model",
     "Run",
+    "history",
     "load_config",
     "load_model",
     "schedule",
@@ -45,6 +49,7 @@ _MODULES = {
     "Diverged": "maxpipe.api.run",
     "Model": "maxpipe.generate.model",
     "Run": "maxpipe.api.run",
+    "history": "maxpipe.api.history",
     "load_config": "maxpipe.api.configs",
     "load_model": "maxpipe.generate.model",
 }

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from maxpipe.api.history import history
 from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.steps import committed_steps
-from maxpipe.comparison.recorded import metrics_rows
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.rules.run import check_trains
@@ -80,11 +80,8 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return the rows of `metrics.jsonl` so far, those of earlier starts included.
-
-        Rows of steps have `loss`, those of evaluations `eval_loss`; all have `step`.
-        """
-        return [row for _, row in metrics_rows(self.directory / METRICS)]
+        """Return `maxpipe.history` of the directory; no rows before the run's first start."""
+        return history(self.directory) if (self.directory / METRICS).is_file() else []
 
     def train(self, callback: OnStep | None = None) -> None:
         """Train to the last step, or continue a run that has been stopped.

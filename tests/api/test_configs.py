@@ -33,6 +33,8 @@ notes(resolve(loaded, 4), loaded), print_config(loaded), maxpipe.load_config("ba
 heavy = {"jax", "numpy", "flax", "optax", "orbax", "grain"}
 assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 maxpipe.schedule("lockstep_1f1b", stages=2, microbatches=2)._repr_html_()
+with contextlib.suppress(maxpipe.ConfigError):
+    maxpipe.history("none")
 from maxpipe import schedule, train
 from maxpipe.compile import __main__ as compile
 from maxpipe.plan import __main__ as plan
@@ -50,7 +52,7 @@ assert "numpy" in sys.modules and not {"jax", "flax"} & {*sys.modules}
 def test_help_says_where_to_begin_and_names_what_there_is():
     text = pydoc.plain(pydoc.render_doc(maxpipe))
     beginning = text[: text.index("PACKAGE CONTENTS")]
-    for name in ("load_config(", "Run(", "load_model(", "schedule(", "maxpipe.train base"):
+    for name in ("load_config(", "Run(", "load_model(", "history(", "schedule(", "maxpipe.train"):
         assert name in beginning
     assert "class Run(" in text
     assert "load_config(config: " in text

@@ -53,6 +53,9 @@ class TestTrainedRun:
 
     def test_history_is_the_rows_of_the_file(self, trained):
         assert trained.history == rows(trained.directory)
+        assert maxpipe.history(str(trained.directory)) == trained.history
+        with pytest.raises(maxpipe.ConfigError, match=r"run_dir: there is no .*metrics\.jsonl"):
+            maxpipe.history(trained.directory / "checkpoints")
 
     def test_run_writes_what_the_command_writes(self, trained, words, tmp_path):
         assert train.main(last_words([*words, f"output_dir={tmp_path}"])) == 0
