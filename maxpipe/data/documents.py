@@ -288,8 +288,9 @@ class EncodedDocuments:
     """Documents as token ids, framed by the tokenizer's begin and end of document unless they have
     them, or are `MarkedText`.
 
-    Ids below 0 or from `vocab_size` on are refused: JAX would silently clamp them. With `skips_bad`
-    a `BadDocument` counts as an empty document instead of ending the run.
+    Ids below 0 or from `vocab_size` on are refused: JAX would silently clamp them. So are ids that
+    the tokenizer does not have: another one made them. With `skips_bad` a `BadDocument` counts as
+    an empty document instead of ending the run.
     """
 
     def __init__(
@@ -345,12 +346,17 @@ class EncodedDocuments:
     def _check_ids(self, ids: np.ndarray) -> None:
         if ids.min() < 0:
             raise path_error(f"a document holds the token id {ids.min()}; write ids from 0 on")
-        if ids.max() >= self._vocab_size:
-            message = (
-                f"{self._vocab_size} is too small for the data: a document holds token ids "
-                f"{ids.min()} to {ids.max()}; raise it, or check that data.tokenizer made them"
-            )
+        if ids.max() < min(self._vocab_size, self._tokenizer.vocab_size):
+            return
+        held = f"a document holds token ids {ids.min()} to {ids.max()}"
+        if ids.max() < self._tokenizer.vocab_size:
+            message = f"{self._vocab_size} is too small for the data: {held}; raise it"
             raise ConfigError(Problem("model.vocab_size", message))
+        message = (
+            f"has {self._tokenizer.vocab_size} ids, but {held}: name the tokenizer that made them, "
+            "data.tokenizer=hf:ORG/NAME or a file; ids:N if they stand for no text"
+        )
+        raise ConfigError(Problem("data.tokenizer", message))
 
 
 def require_offsets(tokenizer: Tokenizer) -> Any:

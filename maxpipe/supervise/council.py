@@ -332,7 +332,7 @@ class Council:
         attempt.ends.append(code)
         why = ""
         if len(attempt.ends) == 1:
-            why = f"{self._name(member)} ended by {how}"
+            why = f"{self._name(member)} {f'ended by {how}' if code else 'finished'}"
             self._show(last_end=why)
             self._log(why)
         seconds = _AFTER_FAILURE_SECONDS

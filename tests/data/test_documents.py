@@ -54,8 +54,8 @@ def test_open_documents_sources_without_path_open():
 BOS, EOS = 256, 257
 
 
-def _encode(document):
-    return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0].ids
+def _encode(document, vocab_size=259):
+    return EncodedDocuments([document], load_tokenizer("byte"), vocab_size)[0].ids
 
 
 def test_encoded_documents_are_framed():
@@ -78,5 +78,9 @@ def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_span
 
 
 def test_encoded_documents_that_do_not_fit_the_tokenizer_raise():
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
-        _encode(np.array([5, 300]))
+    other = r"data\.tokenizer: has 259 ids, but .* 5 to 300: name the .* data\.tokenizer=hf:"
+    for vocab_size in (259, 1000):
+        with pytest.raises(ConfigError, match=other):
+            _encode(np.array([5, 300]), vocab_size)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 200 is too small .* 5 to 250"):
+        _encode(np.array([5, 250]), 200)

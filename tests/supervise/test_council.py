@@ -263,6 +263,7 @@ def test_council_that_goes_on_with_fewer_ends_only_these(shrunk):
     shrunk.council.lose(2)
     assert shrunk.orders() == []
     assert shrunk.end((1, 0), (0, 0))[-1] == Finish(0, "")
+    assert shrunk.council.status.last_end == "process 1 on host1 finished"
 
 
 def test_council_lets_a_waiting_host_that_is_asked_to_stop_go_alone(shrunk):

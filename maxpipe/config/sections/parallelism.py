@@ -69,7 +69,9 @@ class MeshConfig:
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    simulated_devices: int = amount(0, "devices that a CPU pretends to have; 0 = the real ones")
+    simulated_devices: int = amount(
+        0, "devices that CPUs pretend to have, over all processes; 0 = the real ones"
+    )
     heartbeat_timeout_seconds: int = option(
         100, "seconds of silence after which a process counts as lost", minimum=5
     )
