@@ -1,7 +1,8 @@
 """Tell runs apart: keys that decide what saved state means, and how two configurations differ.
 
 A key in `GROUPS` keeps its value for the whole run, unless `checkpoint.accept_changes` names its
-group. The batch size never changes. All other keys may change from one start to the next.
+group; the size of the batch also needs a ramp. All other keys may change from one start to the
+next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "data": (
         *FINGERPRINTED[:4],
         *_in("data", "mixture_by mixture_changes stream column shuffle eval_fraction packing"),
-        *_in("data", "sequence_length batch_ramp"),
+        *_in("data", "sequence_length batch_ramp global_batch_size"),
     ),
     "tokenizer": FINGERPRINTED[4:],
 }
-# A checkpoint has a data position for each sequence of a batch.
-_FIXED = "data.global_batch_size"
+# A checkpoint has a data position for each sequence of a batch: it may only grow, as a ramp says.
+_BATCH = "data.global_batch_size"
 # How layers are computed and spread; the state does not depend on it.
 _OF_A_COMPUTATION = _in(
     "model",
@@ -123,8 +124,10 @@ def is_allowed(config: Config, key: str) -> bool:
     """Return whether `config` lets a key, or a fingerprint named after it, change on resume."""
     if key in _DTYPES and config.checkpoint.convert_dtype:
         return True
+    if key == _BATCH and not config.data.batch_ramp:
+        return False
     group = group_of(key)
-    return key != _FIXED and (not group or group in config.checkpoint.accept_changes)
+    return not group or group in config.checkpoint.accept_changes
 
 
 def group_of(key: str) -> str:
@@ -148,8 +151,11 @@ def _refusal(change: Change, place: str) -> Problem:
     key, before, now = change
     accept = "checkpoint.convert_dtype=true" if key in _DTYPES else f"{ACCEPT}=[{group_of(key)}]"
     remedy = _OTHER_SHAPES if key in SHAPED else f"; {accept} continues with the change"
+    if key == _BATCH:
+        ramp = f"data.batch_ramp=[[0, {before}], [STEP, {now}]]"
+        remedy = "" if now % before else f"; with {ramp} and {accept} it grows after STEP"
     differs = f"is {now!r}, but the checkpoints in {place} were made with {before!r}"
-    return Problem(key, differs + ("" if key == _FIXED else remedy))
+    return Problem(key, differs + remedy)
 
 
 def _shown(value: object) -> str:

@@ -74,9 +74,16 @@ def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(config, c
         assert f"checkpoint.accept_changes=[{group}]" in str(caught.value)
         accepted = check(replace(changed, **{"checkpoint.accept_changes": [group]}))
         assert [(change.key, change.now) for change in accepted] == [(key, value)]
-    never = {"data.global_batch_size": 16, "checkpoint.accept_changes": ["data"]}
-    with pytest.raises(ConfigError, match=r"data\.global_batch_size: is 16"):
-        check(replace(config, **never))
+
+
+def test_continuity_lets_the_batch_grow_by_a_ramp_alone(config, check):
+    before = config.data.global_batch_size
+    ramp = {"data.batch_ramp": [[0, before], [9, 2 * before]]}
+    accepted = {"data.global_batch_size": 2 * before, "checkpoint.accept_changes": ["data"]}
+    with pytest.raises(ConfigError, match=rf"batch_ramp=\[\[0, {before}\], \[STEP, {2 * before}"):
+        check(replace(config, **accepted))
+    changed = {change.key for change in check(replace(config, **accepted, **ramp))}
+    assert changed >= {"data.global_batch_size", "data.batch_ramp"}
 
 
 def test_continuity_lets_a_layer_be_computed_in_another_way(config, check):

@@ -112,6 +112,12 @@ def test_run_stopped_next_to_each_change_resumes_with_the_same_bits(start):
     digests = [[r["batch_digest"] for r in rows(run) if "loss" in r] for run in (stopped, whole)]
     assert digests[0] == digests[1]
     assert [len(saved(whole, step)["iterator"]) for step in (1, 2, 3)] == [8, 8, 16]
+    grown, _ = start(
+        "grown", "sequential", "data.batch_ramp=[]", "data.global_batch_size=8", "stop_after=2"
+    )
+    start("grown", "sequential", code=2)
+    start("grown", "sequential", "checkpoint.accept_changes=[data]")
+    assert_same_run(grown, whole, 5)
     # A run may get changes later, and those of steps that are over hold at once.
     words = "data.mixture_changes=[[2, 9, 1]]", "checkpoint.accept_changes=[data]", "steps=6"
     root, _ = start("whole", "sequential", *words)
