@@ -25,6 +25,8 @@ from maxpipe.data.tokenizers import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
+    HuggingFaceTokenizer,
+    Tokenizer,
     named_tokens,
     read_object,
     template_files,
@@ -97,12 +99,18 @@ class ChatTemplate:
         """
         return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
 
-    def end_of_turn(self) -> str:
-        """Return what the template writes after an answer; raises BadDocument if it refuses a
-        conversation of a question and an answer.
+    def end_of_turn(self, tokenizer: Tokenizer) -> tuple[set[int], str]:
+        """Return what the template writes after an answer: special tokens, any of which ends it,
+        or, without these, a text, maybe empty. Raises BadDocument if it refuses a conversation of a
+        question and an answer.
         """
         talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
-        return _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
+        text = _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
+        special: Sequence[str] = ()
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            special = [token for token in tokenizer.special_tokens if token in text]
+        tokens = {int(tokenizer.encode(token)[0]) for token in special}
+        return tokens, "" if tokens else text.strip() or text
 
     def _text(
         self,
@@ -257,6 +265,11 @@ def load_chat_template(
     template = replace(template, date=date)
     template.check()
     return template
+
+
+def without_token(end: str) -> str:
+    """Say that a text ends turns where a token would be better."""
+    return f"{end!r} ends a turn, but is no special token of the tokenizer"
 
 
 def is_chat(data: DataConfig) -> bool:

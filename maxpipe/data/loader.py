@@ -11,6 +11,7 @@ Shapes: B global batch size, R rows of this process, T sequence length.
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,9 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT
 from maxpipe.config.sections import Config, DataConfig
+from maxpipe.data.chat_template import trained_template, without_token
 from maxpipe.data.documents import (
+    BadDocument,
     Documents,
     EncodedDocuments,
     Split,
@@ -193,7 +196,9 @@ def check_base_tokenizer(config: Config) -> None:
 
 
 def tokenizer_notes(config: Config) -> list[str]:
-    """Return how documents begin, if the tokenizer leaves a doubt, and which tokens have no ids."""
+    """Return how documents begin, if the tokenizer leaves a doubt, which tokens have no ids, and
+    what adapters hardly learn because the rows of its tokens are frozen.
+    """
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     notes = []
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -208,6 +213,14 @@ def tokenizer_notes(config: Config) -> list[str]:
         names = ", ".join(sorted(unknown, key=vocabulary.__getitem__)[:3])
         what = f"{len(unknown)} of the tokenizer's tokens, such as {names}"
         notes.append(f"the model has no ids for {what}; texts must not have them")
+    if config.model.lora.rank and (template := trained_template(config.data)):
+        with suppress(BadDocument):  # such a template lays out other conversations
+            if end := template.end_of_turn(tokenizer)[1]:
+                remedy = (
+                    "fine-tune whole (model.lora.rank=0), or take a base that learned such a token"
+                )
+                why = "adapters hardly learn it, since rows of tokens are frozen"
+                notes.append(f"{without_token(end)}, and {why}: {remedy}")
     return notes
 
 

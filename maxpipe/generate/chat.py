@@ -12,11 +12,7 @@ from maxpipe.data.chat_template import (
     load_chat_template,
 )
 from maxpipe.data.documents import BadDocument
-from maxpipe.data.tokenizers import (
-    TOKENIZER,
-    HuggingFaceTokenizer,
-    Tokenizer,
-)
+from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
 
 _KEY = "--chat"
 
@@ -66,18 +62,11 @@ def read_conversation(
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[set[int], str]:
-    """Return what a template writes after an answer: special tokens, any of which ends it, or,
-    without these, a text, maybe empty. Raises ConfigError if it refuses an answer.
-    """
+    """Return `ChatTemplate.end_of_turn`; raises ConfigError if the template refuses an answer."""
     try:
-        text = template.end_of_turn()
+        return template.end_of_turn(tokenizer)
     except BadDocument as error:
         raise ConfigError(Problem(_KEY, error.problems[0].message)) from error
-    special: Sequence[str] = ()
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        special = [token for token in tokenizer.special_tokens if token in text]
-    tokens = {int(tokenizer.encode(token)[0]) for token in special}
-    return tokens, "" if tokens else text.strip() or text
 
 
 def before(end: str, pieces: Iterable[str]) -> Iterator[str]:

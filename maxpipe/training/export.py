@@ -16,7 +16,7 @@ from maxpipe.comparison.table import history_text
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
-from maxpipe.data.chat_template import is_chat
+from maxpipe.data.chat_template import is_chat, without_token
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
 from maxpipe.generate.chat import end_of_turn, find_chat_template
 from maxpipe.generate.text import find_tokenizer
@@ -94,7 +94,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         print(f"no tokenizer is written: the run has no files of {source}")
     elif end := turn_ends[1]:
         needed = f"generate of transformers needs {stop_arguments(end)}"
-        print(f"{end!r} ends a turn, but is no special token of the tokenizer: {needed}")
+        print(f"{without_token(end)}: {needed}")
     return DONE
 
 

@@ -150,6 +150,21 @@ def test_workers_ignore_signals_and_end_with_parent(tmp_path):
     assert parent.stdout == b"still loading\n"
 
 
+def test_adapters_for_conversations_note_that_no_token_ends_a_turn(tmp_path):
+    write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)
+    keys = {"data.source": "python_help", "data.chat_template": "chatml", "model.lora.rank": 4}
+    config = replace(Config(), **keys, **{"data.tokenizer": str(tmp_path)})
+    (note,) = tokenizer_notes(config)
+    assert note.startswith("'<|im_end|>' ends a turn, but is no special token of the tokenizer, ")
+    assert "model.lora.rank=0" in note
+    assert tokenizer_notes(replace(config, **{"model.lora.rank": 0})) == []
+    assert tokenizer_notes(replace(config, **{"data.source": "synthetic"})) == []
+    stored = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    stored.add_special_tokens(["<|im_end|>"])
+    stored.save(str(tmp_path / "with_it.json"))
+    assert tokenizer_notes(replace(config, **{"data.tokenizer": f"{tmp_path}/with_it.json"})) == []
+
+
 def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path):
     stored = Tokenizer.from_file(str(write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)))
     num_own = stored.get_vocab_size()
