@@ -81,7 +81,7 @@ def ids_of(source, path, tokenizer):
     ("workers", "part_bytes", "num_files"), [(1, 300, 3), (2, 300, 3), (1, 1 << 20, 1)]
 )
 def test_encode_gives_the_tokens_that_a_run_reads_from_the_texts(
-    workers, part_bytes, num_files, corpus, trained, tmp_path, monkeypatch
+    workers, part_bytes, num_files, corpus, trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(encoding, "PART_BYTES", part_bytes)
     assert encode(corpus, trained, tmp_path / "tokens", f"--workers={workers}") == 0
@@ -90,6 +90,7 @@ def test_encode_gives_the_tokens_that_a_run_reads_from_the_texts(
     expected = ids_of("text", corpus, trained)
     assert ids_of("token_bin", tmp_path / "tokens", trained) == expected
     assert len(expected) == 3
+    assert "left out" not in capsys.readouterr().err  # its own record is not
 
 
 def test_encode_of_one_text_cuts_it_as_the_run_of_that_sequence_length(tmp_path, capsys):

@@ -29,12 +29,11 @@ from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.sources.tokens import INDEX_SUFFIX, MOST_MAPPED, dtype_of
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.storage.local_files import sampled_digest, write_atomically
+from maxpipe.storage.local_files import RECORD, sampled_digest, write_atomically
 from maxpipe.storage.records import Damaged, read_record
 
 PART_BYTES = 8 << 20
 MOST_PARTS = MOST_MAPPED  # so that a run maps each once; a larger corpus has larger parts
-RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # replaces the .bin file of a part without tokens, which a run would refuse
 _OUT = "--out"
 

@@ -36,7 +36,8 @@ _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
 _LIMIT = "data.cache_limit"
 _NAMES_SHOWN = 10  # of the files that are left out
-_COMPANIONS = tuple(facts.companion for facts in SOURCES.values() if facts.companion)
+RECORD = "encoding.json"  # what `maxpipe.tokenize encode` writes next to token files
+_COMPANIONS = f"{os.sep}{RECORD}", *(each.companion for each in SOURCES.values() if each.companion)
 _SHARE_OF_FREE_SPACE = 0.9  # that copies may take without a limit
 _PIECE = 1 << 20  # bytes of a file unpacked at a time
 READ_LIMIT = 1 << 16  # bytes read of a file for its digest
@@ -190,7 +191,7 @@ def each_once(names: Iterable[str]) -> list[str]:
 def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> list[str]:
     """Return the names that end in one of `suffixes`, in letters of either case; "" is any ending.
 
-    Lines on stderr say, once, which are left out, except indices, and which differ only in their
+    Lines on stderr say, once, which are left out, except companions, and which differ only in their
     endings. `names` are of files below `place`, a directory, URL or glob, without hidden ones.
     """
     chosen: dict[str, list[str]] = {}  # by name without the ending
