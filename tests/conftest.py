@@ -1,6 +1,7 @@
 """Runs JAX on eight simulated CPU devices, and an S3 server for the tests that ask for it."""
 
 import gc
+import hashlib
 import os
 import signal
 import sys
@@ -108,31 +109,37 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
+@pytest.fixture(scope="session")
+def compiled():
+    """Programs that this process has compiled, by their text: JAX keeps them by function."""
+    return {}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def few_maps():
-    """Drop what a module has compiled if this process holds a lot."""
+def few_maps(compiled):
+    """Drop what this process has compiled if it holds a lot."""
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        compiled.clear()
         sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(few_maps):
-    """Let a module's tests share what they compile, as JAX does not across its functions."""
+def compiled_once(compiled, few_maps):
+    """Let tests share what they compile, as JAX does not across its functions."""
     from jax._src import compiler  # there is no public name for it
 
-    compile_anew, programs = compiler.backend_compile_and_load, {}
+    compile_anew = compiler.backend_compile_and_load
 
     def compile_or_take(backend, module, devices, options, host_callbacks):
         if host_callbacks:
             return compile_anew(backend, module, devices, options, host_callbacks)
-        key = str(module), str(devices), options.SerializeAsString()
-        if key not in programs:
-            if len(programs) == 300:
-                programs.clear()  # each takes parts of memory, of which there are `MOST_MAPS`
-            programs[key] = compile_anew(backend, module, devices, options, host_callbacks)
-        return programs[key]
+        text = f"{module} {devices}".encode()
+        key = hashlib.sha256(text).digest(), options.SerializeAsString()
+        if key not in compiled:
+            compiled[key] = compile_anew(backend, module, devices, options, host_callbacks)
+        return compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "backend_compile_and_load", compile_or_take)

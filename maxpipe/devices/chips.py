@@ -24,6 +24,10 @@ TERA = 1e12
 
 # What predictions assume; neither is tuned on a measured step.
 ATTENTION_EFFICIENCY = 0.5  # share of the peak that attention kernels reach
+# Share of the peak that a TPU's products of experts reach in a tile of rows; see the constants of
+# `compile.prediction`.
+GROUPED_EFFICIENCY = 0.8
+ROW_TILE = 512  # rows of such a tile
 LINK_EFFICIENCY = 0.9  # share of a link's bandwidth that transfers reach
 MATRIX_EFFICIENCY = 0.9  # share of the peak that matrix products reach on chips without a figure
 

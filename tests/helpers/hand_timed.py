@@ -19,7 +19,7 @@ from maxpipe.devices.chips import chip_of
 
 HLO = Path(__file__).parents[1] / "compile" / "prediction"
 NANOSECOND = 1e-9
-CONSTANTS = Constants("v5p", 1e9, 1e12, 0.5, 1e9, 1e9, None)
+CONSTANTS = Constants("v5p", 1e9, 1e12, 0.5, 0.8, 1e9, 1e9, None)
 BASIS = Basis("0.0", CONSTANTS)
 
 # A loop of 3 ticks. In each, a permute of 100 bytes starts, 60 cycles of a matrix product run

@@ -218,13 +218,24 @@ class Prices:
         known = computation.instructions
         types = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
         operated = [array for text in types for array in arrays(text)]
-        if sparse := self._sparse_rows(instruction, [sizes for sizes, _ in operated]):
-            used, rows = sparse
-            share = used / rows  # it skips the other rows
+        shapes = [sizes for sizes, _ in operated]
+        used, rows = self._sparse_rows(instruction, shapes) or (1, 1)
+        share = used / rows  # it skips the other rows
+        efficiency = self._constants.attention_efficiency
+        if tiles := row_tiles(shapes):
+            efficiency = self._constants.grouped_efficiency
+            flops *= (share * tiles.filled + tiles.shared) / tiles.filled
+            visited = (share * tiles.filled + tiles.shared) / (tiles.filled + tiles.shared)
+            # Forward and the gradient of rows read an expert's weights for each tile.
+            written = sum(size for sizes, size in operated[:1] if len(sizes) == 3)
+            moved = written + visited * max(0.0, moved - written)
+        else:
             with_rows = sum(size for sizes, size in operated if rows in sizes)
             flops, moved = share * flops, max(0.0, moved - (1 - share) * with_rows)
-        peak = self._constants.attention_efficiency * self._constants.peak_flops
-        seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
+        seconds = max(
+            flops / (efficiency * self._constants.peak_flops),
+            moved / self._constants.hbm_bandwidth,
+        )
         return Price(Part.MATRIX_PRODUCTS, seconds)
 
     def _sparse_rows(
@@ -261,6 +272,32 @@ def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
         ]
         return 2.0 * min((size for size in sizes if size > _INDEX_BYTES), default=0)
     return 2.0 * sum(array_bytes(instruction.type))
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows of a product with experts' weights.
+
+    Attributes:
+      filled: tiles that the rows fill.
+      shared: further visits to tiles that have rows of two experts, each of which multiplies all
+        rows of the tile.
+    """
+
+    filled: int
+    shared: int
+
+
+def row_tiles(shapes: Sequence[Sequence[int]]) -> RowTiles | None:
+    """Return the tiles of a megablox kernel with results and operands of these shapes, else None.
+
+    Two of its operands list the tile and the expert of every visit that there may be, [visits].
+    """
+    experts = next((sizes[0] for sizes in shapes if len(sizes) == 3), 0)
+    vectors = [sizes[0] for sizes in shapes if len(sizes) == 1]
+    visits = next((size for size in vectors if vectors.count(size) == 2 and size > experts), 0)
+    if not experts or not visits or experts + 1 not in vectors:
+        return None
+    return RowTiles(visits - experts + 1, experts - 1)
 
 
 _ATTENTION = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")

@@ -3,15 +3,19 @@
 Letters: A assignments, P rows, E experts, D and F widths.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import jax
 
 from maxpipe.config.sections import ModelConfig
+from maxpipe.devices.chips import ROW_TILE
 from maxpipe.model.experts.dispatch import Layout, Places
 
 _LANES = 128
 _SUBLANES = 8  # the kernel has been tried only with widths that are multiples of it
-# The largest tile. The last one of a width may be partly full: gpt-oss's 2880 columns take three.
-_ROWS, _WIDTH = 512, 1024
+# The largest width of a tile. The last one may be partly full: gpt-oss's 2880 columns take three.
+_WIDTH = 1024
 
 
 class Megablox:
@@ -29,8 +33,8 @@ class Megablox:
     def layout(num_assignments: int, num_experts: int, most: int | None = None) -> Layout:
         """Return as many rows as fill whole tiles; groups may begin anywhere."""
         most = num_assignments if most is None else most
-        tile = _row_tile(most)
-        return Layout(-(-most // tile) * tile, 1, most > num_assignments)
+        tile = _row_tile(most, num_assignments // num_experts)
+        return Layout(-(-most // tile) * tile, 1, most > num_assignments, tile=tile)
 
     @staticmethod
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
@@ -42,13 +46,26 @@ class Megablox:
         # the last group; if there are many they are skipped, since nothing reads their results.
         padding = 0 if layout.is_sparse else max(0, layout.num_rows - places.rows.size)
         sizes = places.sizes.at[-1].add(padding)
-        product: jax.Array = gmm(rows, weights, sizes, rows.dtype, tiling=_tiles)
+        tiling = _tiling(layout.tile)
+        product: jax.Array = gmm(rows, weights, sizes, rows.dtype, tiling=tiling)
         return product
 
 
-def _tiles(num_rows: int, contracted: int, width: int) -> tuple[int, int, int]:
-    return _row_tile(num_rows), min(contracted, _WIDTH), min(width, _WIDTH)
+@cache
+def _tiling(tile: int) -> Callable[[int, int, int], tuple[int, int, int]]:
+    """Return the function from the sizes of a product to those of its tiles."""
+    return lambda num_rows, contracted, width: (
+        tile,
+        min(contracted, _WIDTH),
+        min(width, _WIDTH),
+    )
 
 
-def _row_tile(num_rows: int) -> int:
-    return _ROWS if num_rows >= 8 * _ROWS else _LANES
+def _row_tile(num_rows: int, rows_of_expert: int) -> int:
+    """Return the rows of a tile, given those of all experts, and of one on average.
+
+    A tile with rows of two experts is multiplied with the weights of both, so tiles are small next
+    to the rows of an expert; the larger they are, the less often weights are read.
+    """
+    tile = ROW_TILE if rows_of_expert >= 4 * ROW_TILE else ROW_TILE // 2
+    return tile if num_rows >= 8 * tile else _LANES

@@ -19,7 +19,16 @@ from maxpipe.config.catalog import EXPERT_CHOICE
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import LayoutFn, layout_for, within_capacity
-from maxpipe.model.experts.dispatch import Layout, Places, add_bias, add_up, arrange, by_row, spread
+from maxpipe.model.experts.dispatch import (
+    Layout,
+    Places,
+    add_bias,
+    add_up,
+    arrange,
+    by_row,
+    spread,
+    spread_twice,
+)
 from maxpipe.model.experts.router import assignments, losses, route
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
@@ -73,7 +82,11 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         # 1. Rows in the order of experts: [B, T, D] -> [P, D].
         layout = layout_of(choice.shape, num_experts)
         places = arrange(choice.reshape(-1, per_token), num_experts, layout)
-        rows = spread(x.reshape(-1, width), places, layout.missing)
+        tokens = x.reshape(-1, width)
+        if layout.missing == "none":
+            to_gate, to_up = spread_twice(tokens, places)
+        else:
+            to_gate = to_up = spread(tokens, places, layout.missing)
         of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)  # [P]
 
         def project(rows: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -85,8 +98,10 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
             return (rows.astype(jnp.float32) * of_rows[:, None]).astype(rows.dtype)
 
         # 2. Each expert's MLP.
-        gate = checkpoint_name(project(rows, weights.gate, weights.gate_bias), "mlp_gate")  # [P, F]
-        up = checkpoint_name(project(rows, weights.up, weights.up_bias), "mlp_up")
+        gate = checkpoint_name(
+            project(to_gate, weights.gate, weights.gate_bias), "mlp_gate"
+        )  # [P, F]
+        up = checkpoint_name(project(to_up, weights.up, weights.up_bias), "mlp_up")
         # Rows are weighted where they are narrow, unless a bias is added later.
         hidden = gate_up(gate, up)
         if weights.down_bias is None:

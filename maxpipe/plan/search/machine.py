@@ -15,7 +15,9 @@ from maxpipe.config.slices import (
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
     CHIPS,
+    GROUPED_EFFICIENCY,
     MATRIX_EFFICIENCY,
+    ROW_TILE,
     Chip,
     Tpu,
     chip_of,
@@ -73,6 +75,16 @@ class Machine:
     @property
     def attention_peak(self) -> float:
         return self.peak * ATTENTION_EFFICIENCY
+
+    @property
+    def grouped_peak(self) -> float:
+        """Return the FLOP/s of products of rows with their experts' weights."""
+        return self.peak * (GROUPED_EFFICIENCY if self.chip.torus else ATTENTION_EFFICIENCY)
+
+    @property
+    def row_tile(self) -> int:
+        """Return the rows of a tile of such products; 0 where they have none."""
+        return ROW_TILE if self.chip.torus else 0
 
     def stream_rate(self, size: float) -> float:
         shares = self.chip.memory_shares

@@ -121,10 +121,15 @@ def _layer(
     axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
     layer, parameters = facts.layer(axes), facts.parameters(axes)
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
-    # Experts run in kernels, which are taken to reach the same share of the peak as attention's.
-    of_experts = layer.expert_flops / machine.attention_peak
-    others = (layer.weight_flops - layer.expert_flops) / machine.matrix_peak
-    products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
+    # Tiles with rows of two experts are computed for both; their rows are those of
+    # `model.experts.megablox`.
+    of_experts = tokens * layer.expert_flops
+    rows_of_expert = of_experts / (2 * np.maximum(1, layer.expert_weights))
+    tile = np.where(rows_of_expert >= 4 * machine.row_tile, 1, 0.5) * machine.row_tile
+    of_experts = of_experts + 2 * tile * layer.expert_weights
+    others = tokens * (layer.weight_flops - layer.expert_flops)
+    computed = others / machine.matrix_peak + of_experts / machine.grouped_peak
+    products = np.maximum(computed, moved / machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
     attention, attention_backward = _attention(sizes, machine, layer)

@@ -282,6 +282,33 @@ def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses():
         assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds), used
 
 
+def test_product_of_experts_multiplies_tiles_with_rows_of_two_experts_once_for_each():
+    flops, moved = 8e9, 3e6
+
+    def seconds(used=1.0, visits=11):
+        """Price 8 tiles of rows, and at most 3 more visits, of 4 experts."""
+        call = (
+            "custom-call(%from, %expert, %tile, %rows, %weights), "
+            f'custom_call_target="tpu_custom_call"{gmm(f"{round(100 * used)}_of_100")}'
+        )
+        text = (
+            "HloModule step\n\nENTRY %main () -> bf16[4096,256] {\n"
+            "  %from = s32[5]{0} parameter(0)\n"
+            f"  %expert = s32[{visits}]{{0}} parameter(1)\n"
+            f"  %tile = s32[{visits}]{{0}} parameter(2)\n"
+            "  %rows = bf16[4096,128]{1,0} parameter(3)\n"
+            "  %weights = bf16[4,128,256]{2,1,0} parameter(4)\n"
+            f"  ROOT %p = bf16[4096,256]{{1,0}} {call}{states(flops, moved)}\n}}\n"
+        )
+        return walked(text).seconds
+
+    peak = CONSTANTS.grouped_efficiency * CONSTANTS.peak_flops
+    assert seconds() == pytest.approx(flops * 11 / 8 / peak)
+    assert seconds(used=0.25) == pytest.approx(flops * (2 + 3) / 8 / peak)
+    moved = 3e9
+    assert seconds(used=0.25) == pytest.approx(moved * (2 + 3) / 11 / CONSTANTS.hbm_bandwidth)
+
+
 def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
     other = '(%m, %q, %k, %k), custom_call_target="tpu_custom_call"'
     named = gmm("256_of_1024")
