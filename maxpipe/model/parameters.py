@@ -8,13 +8,15 @@ derived from the specs.
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar, Union
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
@@ -125,7 +127,7 @@ def init_params(specs: Params, key: jax.Array) -> Params:
     """Draw initial values for a tree of specs, each leaf from (key, path)."""
 
     def init(path: KeyPath, spec: ParamSpec) -> jax.Array:
-        return spec.init(_path_key(key, path))
+        return _init_leaf(spec, None, key, _number_of(path))
 
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
 
@@ -143,15 +145,44 @@ def init_layers(specs: Params, key: jax.Array, layer_index: jax.Array) -> Params
     """
 
     def init(path: KeyPath, spec: ParamSpec) -> jax.Array:
-        leaf_key = _path_key(key, path)
-
-        def init_one(index: jax.Array) -> jax.Array:
-            return spec.init(jax.random.fold_in(leaf_key, index))
-
-        flat = jax.lax.map(init_one, layer_index.reshape(-1))  # [layers, *spec.shape]
-        return flat.reshape(*layer_index.shape, *spec.shape)  # as `layer_index` is arranged
+        return _init_leaf(spec, layer_index, key, _number_of(path))
 
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
+
+
+def draw(
+    specs: Params, shardings: Params, key: jax.Array, layer_index: jax.Array | None = None
+) -> Params:
+    """Return what `init_params` returns, or `init_layers` with `layer_index`, laid out on devices.
+
+    Parameters that differ in their place alone share a program, in all calls of a process.
+    """
+
+    def draw_leaf(path: KeyPath, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        plain = replace(spec, axes=(), keeps_dtype=False, frozen=False)
+        return _drawing(plain, sharding)(layer_index, key, _number_of(path))
+
+    return jax.tree_util.tree_map_with_path(draw_leaf, specs, shardings, is_leaf=_is_spec)
+
+
+@cache
+def _drawing(spec: ParamSpec, sharding: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(partial(_init_leaf, spec), out_shardings=sharding)
+
+
+def _init_leaf(
+    spec: ParamSpec, layer_index: jax.Array | None, key: jax.Array, number: np.uint32
+) -> jax.Array:
+    """Draw one parameter's values, of all layers if there are any, from the number of its path."""
+    leaf_key = jax.random.fold_in(key, number)
+    if layer_index is None:
+        return spec.init(leaf_key)
+
+    def init_one(index: jax.Array) -> jax.Array:
+        return spec.init(jax.random.fold_in(leaf_key, index))
+
+    flat = jax.lax.map(init_one, layer_index.reshape(-1))  # [layers, *spec.shape]
+    return flat.reshape(*layer_index.shape, *spec.shape)  # as `layer_index` is arranged
 
 
 _OUTER_AXES = dict.fromkeys(("embed", "expert_embed", "latent"), "outer_embed")
@@ -171,6 +202,6 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, ParamSpec)
 
 
-def _path_key(key: jax.Array, path: KeyPath) -> jax.Array:
-    """Return a key that depends on the path alone, so that tree order does not matter."""
-    return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+def _number_of(path: KeyPath) -> np.uint32:
+    """Return a number that depends on the path alone, so that tree order does not matter."""
+    return np.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))

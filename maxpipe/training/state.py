@@ -57,13 +57,20 @@ def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(key), step)
 
 
-def first_state(
-    specs: Params, optimizer: Optimizer, key: jax.Array, layer_index: np.ndarray
-) -> TrainState:
-    params, zero = initial_params(specs, key, layer_index), jnp.zeros((), jnp.int32)
-    history = optimizer.spike_filter.init()
+def first_state(params: Params, key: jax.Array, optimizer: Optimizer) -> TrainState:
+    zero, history = jnp.zeros((), jnp.int32), optimizer.spike_filter.init()
     key_data = jax.random.key_data(key)
     return TrainState(zero, key_data, params, optimizer.init(params), zero, history)
+
+
+def abstract_state(specs: Params, layer_index: np.ndarray, optimizer: Optimizer) -> TrainState:
+    """Return shapes and dtypes of a state; arguments as for `initial_params`."""
+
+    def new_state(key: jax.Array) -> TrainState:
+        return first_state(initial_params(specs, key, layer_index), key, optimizer)
+
+    abstract: TrainState = jax.eval_shape(new_state, jax.random.key(0))
+    return abstract
 
 
 def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Params:
@@ -124,8 +131,7 @@ def abstract_on_disk(
         name: map_specs(partial(param, layers=(num_layers,) if name == "layers" else ()), part)
         for name, part in specs.items()
     }
-    new_state = partial(first_state, specs, optimizer, layer_index=np.arange(num_layers))
-    abstract = jax.eval_shape(new_state, jax.random.key(0))
+    abstract = abstract_state(specs, np.arange(num_layers), optimizer)
     shardings = shardings_of(abstract, params, NamedSharding(mesh, PartitionSpec()))
     return jax.tree.map(leaf, abstract, shardings, layer_flags(abstract, params))
 

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
@@ -18,6 +19,7 @@ from jax.tree_util import KeyPath
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.devices.host_memory import to_host
+from maxpipe.model import parameters
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
@@ -29,6 +31,7 @@ from maxpipe.training.state import (
     Programs,
     TrainState,
     abstract_on_disk,
+    abstract_state,
     first_state,
     layer_flags,
     names_of,
@@ -170,7 +173,7 @@ class SpmdTrainer(Trainer[TrainState]):
         self._engine = engine
         self.batch_spec = rules.spec(("activation_batch", "activation_length"))
         self._replicated = NamedSharding(rules.mesh, PartitionSpec())
-        self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
+        self._abstract = abstract_state(program_specs, engine.layer_index(), optimizer)
         self._shardings = shardings_of(self._abstract, params, self._replicated)
         batch_sharding = NamedSharding(rules.mesh, self.batch_spec)
         batch = dict.fromkeys(microbatches.ARRAYS, batch_sharding)
@@ -206,7 +209,16 @@ class SpmdTrainer(Trainer[TrainState]):
         )
 
     def init(self, key: jax.Array) -> TrainState:
-        return jax.jit(self._new_state, out_shardings=self._shardings)(key)
+        specs, shardings = self._specs, self._param_shardings
+        params = parameters.draw(
+            {name: specs[name] for name in ("embed", "head")},
+            {name: shardings[name] for name in ("embed", "head")},
+            key,
+        )
+        index = jnp.asarray(self._engine.layer_index())
+        params["layers"] = parameters.draw(specs["layers"], shardings["layers"], key, index)
+        complete = partial(first_state, optimizer=self._optimizer)
+        return jax.jit(complete, out_shardings=self._shardings, donate_argnums=0)(params, key)
 
     def replace_parameters(self, state: TrainState, read: ReadParameter) -> TrainState:
         def replace_leaf(
@@ -286,6 +298,3 @@ class SpmdTrainer(Trainer[TrainState]):
 
     def _is_layer(self, state: TrainState) -> TrainState:
         return layer_flags(state, self._param_shardings)
-
-    def _new_state(self, key: jax.Array) -> TrainState:
-        return first_state(self._specs, self._optimizer, key, self._engine.layer_index())
