@@ -110,36 +110,36 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def compiled():
+def programs_of_process():
     """Programs that this process has compiled, by their text: JAX keeps them by function."""
     return {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_maps(compiled):
+def few_maps(programs_of_process):
     """Drop what this process has compiled if it holds a lot."""
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-        compiled.clear()
+        programs_of_process.clear()
         sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(compiled, few_maps):
+def compiled_once(programs_of_process, few_maps):
     """Let tests share what they compile, as JAX does not across its functions."""
     from jax._src import compiler  # there is no public name for it
 
-    compile_anew = compiler.backend_compile_and_load
+    compile_anew, programs = compiler.backend_compile_and_load, programs_of_process
 
     def compile_or_take(backend, module, devices, options, host_callbacks):
         if host_callbacks:
             return compile_anew(backend, module, devices, options, host_callbacks)
         text = f"{module} {devices}".encode()
         key = hashlib.sha256(text).digest(), options.SerializeAsString()
-        if key not in compiled:
-            compiled[key] = compile_anew(backend, module, devices, options, host_callbacks)
-        return compiled[key]
+        if key not in programs:
+            programs[key] = compile_anew(backend, module, devices, options, host_callbacks)
+        return programs[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "backend_compile_and_load", compile_or_take)

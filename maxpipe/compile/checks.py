@@ -91,25 +91,23 @@ def check_slice(topology: str) -> None:
         raise ConfigError(Problem(TOPOLOGY, message))
 
 
-def libtpu_notes() -> list[str]:
-    """Return a note if libtpu is newer than the one that the installed JAX pins.
+def check_libtpu() -> None:
+    """Refuse a libtpu that is newer than the one that the installed JAX pins.
 
-    JAX may fail to read what it compiles, which shows only when the compiler has finished.
+    JAX cannot read what it compiles, which would show only when the compiler has finished.
     """
     try:
         installed = metadata.version("libtpu")
     except metadata.PackageNotFoundError:  # a nightly build has another name
-        return []
+        return
     pins = [_PIN.match(line) for line in metadata.requires("jax") or ()]
     for wanted in (pin[1] for pin in pins if pin):
         # As many numbers as are pinned: 0.0.42 of 0.0.42.1.
         ours, theirs = ([int(n) for n in re.findall(r"\d+", v)] for v in (installed, wanted))
         if ours[: len(theirs)] > theirs:
             jax, remedy = metadata.version("jax"), f"pip install 'libtpu=={wanted}.*'"
-            return [
-                f"libtpu {installed} may be too new for jax {jax} to read its results: {remedy}"
-            ]
-    return []
+            message = f"jax {jax} cannot read what libtpu {installed} compiles: {remedy}"
+            raise ConfigError(Problem(TOPOLOGY, message))
 
 
 def unit_names(words: str) -> list[tuple[str, int]]:

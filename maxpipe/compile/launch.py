@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compile import DOES_NOT_FIT, FITS
 from maxpipe.compile.analysis import analyse
-from maxpipe.compile.checks import SIMULATED, check_engine, libtpu_notes, unit_names
+from maxpipe.compile.checks import SIMULATED, check_engine, check_libtpu, unit_names
 from maxpipe.compile.prediction.profile import trace_json
 from maxpipe.compile.prediction.profile_page import page_html
 from maxpipe.compile.programs import StagesTrainer, compile_programs, write_programs
@@ -57,8 +57,7 @@ def launch(
     if understood := explain_topology(loaded.config.compile.topology):
         _print(understood)
     if loaded.config.compile.topology != SIMULATED:
-        for line in libtpu_notes():
-            _print(line)
+        check_libtpu()
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     check_engine(config, flags)

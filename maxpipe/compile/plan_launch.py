@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 
-from maxpipe.compile.checks import libtpu_notes
+from maxpipe.compile.checks import check_libtpu
 from maxpipe.compile.finalists import prove
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
@@ -41,7 +41,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     # The host's own accelerator is not needed, and may be in use.
     jax.config.update("jax_platforms", "cpu")
     if flags.compile and request.machine.is_compilable:
-        _print(*libtpu_notes())
+        check_libtpu()
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, flags, facts)

@@ -142,6 +142,11 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
     return [_refusal(change, place) for change in changed if not is_allowed(config, change.key)]
 
 
+def may_grow(change: Change) -> bool:
+    """Return whether a change is a batch to which the run can grow."""
+    return change.key == _BATCH and change.now % change.before == 0
+
+
 def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
     """Return a problem for each change, accepted or not, that gives a model other arrays."""
     return [_refusal(change, place) for change in changed if change.key in SHAPED]

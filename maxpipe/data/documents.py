@@ -168,8 +168,8 @@ def describe_sources(data: DataConfig) -> str:
     """Return the source, or the sources of a mixture with their shares and how these change."""
     steps = [step for step, *_ in data.mixture_changes]
     later = "".join(f", after step {step} {describe_shares(data, step)}" for step in steps)
-    by_tokens = " by tokens" * (data.mixture_by == "tokens")
-    return f"{describe_shares(data, 0)}{later}{by_tokens}" if data.mixture else data.source
+    shares = f"{describe_shares(data, 0)}{later} by {data.mixture_by}"
+    return shares if data.mixture else data.source
 
 
 def describe_shares(data: DataConfig, step: float) -> str:

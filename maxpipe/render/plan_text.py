@@ -14,6 +14,7 @@ from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.best import Plan, SliceCost
 from maxpipe.plan.search.candidate import Row, relative_time
 from maxpipe.plan.search.machine import platform_of
+from maxpipe.plan.search.space import unpriced
 from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns
 
@@ -140,7 +141,9 @@ def summary_lines(plan: Plan) -> list[str]:
     common = outcome.fallen.most_common()
     shown = [(f"left out: {reason}", count) for reason, count in common[:_REASONS_SHOWN]]
     shown.append(("left out for other reasons", sum(n for _, n in common[_REASONS_SHOWN:])))
-    return lines + [f"            {count:>11,} {text}" for text, count in shown if count]
+    lines += [f"            {count:>11,} {text}" for text, count in shown if count]
+    untried = (unpriced(engine, machine.hosts) for engine in ENGINES)
+    return lines + [f"not tried   {reason}" for reason in untried if reason]
 
 
 def as_json(plan: Plan) -> dict[str, object]:

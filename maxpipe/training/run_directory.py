@@ -15,7 +15,14 @@ from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.steps import CHECKPOINTS, StepsDirectory, StepStore
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
-from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
+from maxpipe.config.identity import (
+    FINGERPRINTED,
+    Change,
+    changes,
+    is_allowed,
+    may_grow,
+    refusals,
+)
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.tokenizers import (
@@ -109,7 +116,9 @@ class RunDirectory:
         if meta.get("fingerprint"):
             changed = [change for change in changed if change.key not in FINGERPRINTED]
         if problems := refusals(self.config, changed, place):
-            raise ConfigError(*problems, self.advice(place))
+            refused = (change for change in changed if not is_allowed(self.config, change.key))
+            advice = [] if all(map(may_grow, refused)) else [self.advice(place)]
+            raise ConfigError(*problems, *advice)
         return changed
 
     def chat_date(self) -> str:

@@ -105,7 +105,7 @@ def test_loader_of_mixture_resumes_from_every_state_and_draws_from_all_sources(c
 def test_sources_that_repeat_are_described_with_the_ends_of_their_paths(config):
     mixture = [{"source": "text", "path": path, "weight": 1} for path in ("/a/web", "/a/b,/a/c")]
     data = replace(config, **{"data.mixture": mixture}).data
-    assert describe_sources(data) == "0.5 text:web + 0.5 text:b"
+    assert describe_sources(data) == "0.5 text:web + 0.5 text:b by documents"
 
 
 def test_open_mixture_problem_names_entry(config, tmp_path):

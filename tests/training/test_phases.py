@@ -126,6 +126,9 @@ def test_run_stopped_next_to_each_change_resumes_with_the_same_bits(start):
     words = *words[:2], "data.batch_ramp=[[0, 8], [9, 16]]", "steps=7"
     _, printed = start("whole", "sequential", *words, code=2)
     assert "has 8 sequences after step 6, where the checkpoint has 16: give a multiple" in printed
+    words = *words[:1], "data.batch_ramp=[[0, 16], [4, 32]]", "data.global_batch_size=32", "steps=7"
+    _, printed = start("whole", "sequential", "checkpoint.accept_changes=[data]", *words, code=2)
+    assert "has 32 sequences before step 6, up to which the run has 16: write [6, 32]" in printed
 
 
 def test_batches_grow_alike_on_all_engines_and_across_them(start):

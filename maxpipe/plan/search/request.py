@@ -32,6 +32,7 @@ from maxpipe.plan.search.space import (
     SEARCHED,
     UNDECIDED,
     Space,
+    unpriced,
 )
 
 TOPOLOGY, TOKENS, LARGEST = "--topology", "--tokens-per-step", "--max-global-batch"
@@ -115,7 +116,11 @@ def request_of(arguments: Arguments) -> Request:
     unread = _unread_tensors(choices)
     problems = [
         *_contradictions(overridden, fixed, tried, flags, own),
-        *(Problem(key, why) for key, values in choices.items() if (why := _unpriced(key, values))),
+        *(
+            Problem(key, why)
+            for key, values in choices.items()
+            if (why := _unpriced(key, values, machine.hosts))
+        ),
         *(
             Problem(key, f"no policy that is tried reads it; add --fix {POLICY}=custom")
             for key in unread.keys() & {*overridden, *fixed}
@@ -176,13 +181,18 @@ def _contradictions(
     return problems
 
 
-def _unpriced(key: str, values: Sequence[object]) -> str:
+def _unpriced(key: str, values: Sequence[object], hosts: int) -> str:
     """Return why values of a searched key have no price, though they are legal; "" if they have."""
     if key in _COUNTS and min(map(int, map(str, values))) < 1:
         return "the plan derives nothing: give numbers of at least 1"
     names = list(ENGINES) if key == ENGINE else list(SCHEDULES) if key == SCHEDULE else values
     if unknown := [value for value in values if value not in names]:
         return f"{unknown[0]} has no closed form; the plan tries {', '.join(map(str, names))}"
+    for name in map(str, values if key in (ENGINE, SCHEDULE) else ()):
+        engines = [name] if key == ENGINE else SCHEDULES[name].engines
+        reasons = [unpriced(engine, hosts) for engine in engines]
+        if all(reasons):
+            return reasons[0] if key == ENGINE else f"{name}: {reasons[0]}"
     return ""
 
 
