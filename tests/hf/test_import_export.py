@@ -263,6 +263,8 @@ def test_card_says_what_the_run_says_about_itself():
     keys = {"data.mixture": mixture, "data.mixture_changes": [[9, 1, 1]]}
     keys |= {"data.batch_ramp": [[0, 4], [100, 16]], "init_from": "run:runs/base"}
     card = model_card(replace(config, **keys), record, **facts)
-    assert "| data | 0.25 text + 0.75 jsonl, after step 9 0.5 text + 0.5 jsonl |" in card
+    assert (
+        "| data | 0.25 text + 0.75 jsonl, after step 9 0.5 text + 0.5 jsonl by documents |" in card
+    )
     assert "200 steps with 256,000 tokens in all from" in card
     assert "from the weights of another run" in card
