@@ -41,7 +41,11 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     # The host's own accelerator is not needed, and may be in use.
     jax.config.update("jax_platforms", "cpu")
     if flags.compile and request.machine.is_compilable:
-        check_libtpu()
+        try:
+            check_libtpu()
+        except ConfigError as error:
+            _print(f"{error}; the plan is by closed forms")
+            flags.compile = 0
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, flags, facts)

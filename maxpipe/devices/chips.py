@@ -22,7 +22,7 @@ GB = 1e9
 GIB = 2**30
 TERA = 1e12
 
-# What predictions assume; neither is tuned on a measured step.
+# What predictions assume; none is tuned on a measured step.
 ATTENTION_EFFICIENCY = 0.5  # share of the peak that attention kernels reach
 # Share of the peak that a TPU's products of experts reach in a tile of rows; see the constants of
 # `compile.prediction`.

@@ -53,8 +53,9 @@ def begin_phase(
             problem = f"has {size} sequences after step {run.step}, where the checkpoint has"
             remedy = f"{len(position)}: give a multiple of these"
             raise ConfigError(Problem("data.batch_ramp", f"{problem} {remedy}"))
-        if all(start != run.step for start, _ in config.data.batch_ramp):
-            problem = f"has {size} sequences before step {run.step}, up to which the run has"
+        earlier = config_after(run.config, run.step - 1).data.global_batch_size
+        if earlier != len(position):
+            problem = f"has {earlier} sequences before step {run.step}, up to which the run has"
             remedy = f"{len(position)}: write [{run.step}, {size}]"
             raise ConfigError(Problem("data.batch_ramp", f"{problem} {remedy}"))
         position = dealt(position, size, num_documents)

@@ -294,8 +294,11 @@ def row_tiles(shapes: Sequence[Sequence[int]]) -> RowTiles | None:
     """
     experts = next((sizes[0] for sizes in shapes if len(sizes) == 3), 0)
     vectors = [sizes[0] for sizes in shapes if len(sizes) == 1]
+    if not experts or experts + 1 not in vectors:
+        return None
+    vectors.remove(experts + 1)  # where the rows of each expert begin
     visits = next((size for size in vectors if vectors.count(size) == 2 and size > experts), 0)
-    if not experts or not visits or experts + 1 not in vectors:
+    if not visits:
         return None
     return RowTiles(visits - experts + 1, experts - 1)
 

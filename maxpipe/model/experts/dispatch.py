@@ -116,8 +116,8 @@ spread.defvjp(lambda x, places, missing: (spread(x, places, missing), places), _
 def spread_twice(x: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
     """Return the rows of `spread` for two products, whose gradients are summed by token at once.
 
-    TPUs take five times as long to add up two gradients of rows [P, D] first. Every assignment has
-    a row: masks for two gradients would take longer.
+    Adding up two gradients of rows [P, D] first is predicted to take TPUs five times as long. Every
+    assignment has a row: masks for two gradients would take longer.
     """
     rows = spread(x, places, "none")
     return rows, rows

@@ -67,5 +67,6 @@ def _row_tile(num_rows: int, rows_of_expert: int) -> int:
     A tile with rows of two experts is multiplied with the weights of both, so tiles are small next
     to the rows of an expert; the larger they are, the less often weights are read.
     """
-    tile = ROW_TILE if rows_of_expert >= 4 * ROW_TILE else ROW_TILE // 2
-    return tile if num_rows >= 8 * tile else _LANES
+    if rows_of_expert >= 4 * ROW_TILE and num_rows >= 8 * ROW_TILE:
+        return ROW_TILE
+    return ROW_TILE // 2 if num_rows >= 4 * ROW_TILE else _LANES

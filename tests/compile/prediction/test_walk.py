@@ -305,6 +305,7 @@ def test_product_of_experts_multiplies_tiles_with_rows_of_two_experts_once_for_e
     peak = CONSTANTS.grouped_efficiency * CONSTANTS.peak_flops
     assert seconds() == pytest.approx(flops * 11 / 8 / peak)
     assert seconds(used=0.25) == pytest.approx(flops * (2 + 3) / 8 / peak)
+    assert seconds(visits=5) == pytest.approx(flops * 5 / 2 / peak)
     moved = 3e9
     assert seconds(used=0.25) == pytest.approx(moved * (2 + 3) / 11 / CONSTANTS.hbm_bandwidth)
 

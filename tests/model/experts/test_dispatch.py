@@ -8,7 +8,7 @@ import pytest
 from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import capacity, layout_for, within_capacity
-from maxpipe.model.experts.dispatch import Layout, add_up, arrange, by_row, spread
+from maxpipe.model.experts.dispatch import Layout, add_up, arrange, by_row, spread, spread_twice
 from maxpipe.model.experts.megablox import Megablox
 
 TOKENS, PER_TOKEN, EXPERTS, WIDTH = 6, 2, 3, 4
@@ -58,6 +58,24 @@ def test_rows_of_assignments_are_their_tokens_and_others_have_no_weight(missing)
     _, backward = jax.vjp(lambda r: add_up(r, places, missing), jnp.asarray(rows))
     (gradient,) = backward(x)
     np.testing.assert_array_equal(gradient, rows)
+
+
+def test_gradients_of_rows_that_two_products_read_are_summed_by_token():
+    _, places = places_of("none")
+    rows, backward = jax.vjp(lambda x: spread_twice(x, places), jnp.ones((TOKENS, WIDTH)))
+    gradients = [jax.random.normal(jax.random.key(i), rows[0].shape) for i in (0, 1)]
+    (of_tokens,) = backward(tuple(gradients))
+    expected = sum(add_up(gradient, places, "none") for gradient in gradients)
+    np.testing.assert_allclose(of_tokens, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tile"),
+    [(16384, 8, 512), (16376, 8, 256), (4096, 1, 512), (4095, 1, 256), (2048, 1, 256), (1, 1, 128)],
+)
+def test_tiles_of_rows_are_small_next_to_the_rows_of_an_expert(rows, experts, tile):
+    layout = Megablox.layout(rows, experts)
+    assert (layout.tile, layout.num_rows % tile) == (tile, 0)
 
 
 MOE = MoEConfig(experts=4, per_token=2, capacity_factor=1.0)
