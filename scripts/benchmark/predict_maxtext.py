@@ -1,13 +1,15 @@
 """Predict the step of the same model in MaxText and in maxpipe, on TPUs and without a chip.
 
-    python scripts/benchmark/predict_maxtext.py PYTHON [--case interleaved four_repeats fsdp]
+    python scripts/benchmark/predict_maxtext.py PYTHON
+        [--case interleaved four_repeats eight_stages fsdp experts_fsdp experts_expert]
 
 PYTHON is a Python 3.12 with MaxText, made as `compare_maxtext.py` says. It compiles both programs,
 so that JAX and libtpu are the same, and both are walked by `maxpipe.compile.prediction`: the
 compiler's cycles, transfers by bytes and links, attention kernels by FLOPs. No flags are set for
 either. The model has 16 layers, embed 2048, 16 heads of 128, MLP 8192, 32000 tokens of vocabulary;
-a step has 32 sequences of 2048 tokens on a v5p:2x2x2, bfloat16, full rematerialisation. Ratios are
-maxpipe over MaxText. Exit code 1 means that something could not be predicted.
+a step has 32 sequences of 2048 tokens on a v5p:2x2x2, bfloat16, full rematerialisation. With experts
+every layer is a mixture of 8 of MLP 4096, of which a token takes 2, and there are 8 layers. Ratios
+are maxpipe over MaxText. Exit code 1 means that something could not be predicted.
 """
 
 import argparse
@@ -94,8 +96,34 @@ def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
     )
 
 
+MAXTEXT_EIGHT = (
+    "ici_pipeline_parallelism=8",
+    "num_pipeline_microbatches=32",
+    "num_layers_per_pipeline_stage=1",
+    "num_pipeline_repeats=2",
+)
+MAXPIPE_EIGHT = (
+    "mesh.ici.stage=8",
+    "mesh.ici.fsdp=1",
+    "pipeline.num_microbatches=32",
+    "pipeline.num_repeats=2",
+)
 LOCKSTEP, CIRCULAR = ("pipeline.schedule=lockstep_1f1b",), ("pipeline.schedule=circular",)
 MAXTEXT_FSDP = ("ici_fsdp_parallelism=8",)
+MAXTEXT_EXPERTS = (
+    "decoder_block=mixtral",
+    "num_experts=8",
+    "num_experts_per_tok=2",
+    "base_mlp_dim=4096",
+    "base_moe_mlp_dim=4096",
+    "base_num_decoder_layers=8",
+)
+MAXPIPE_EXPERTS = (
+    "model.moe.experts=8",
+    "model.moe.per_token=2",
+    "model.moe.mlp_dim=4096",
+    "model.num_layers=8",
+)
 MAXPIPE_FSDP = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
 EACH = "pipeline.fsdp_gather=per_iteration"
 OURS = {
@@ -112,6 +140,10 @@ OURS = {
 CASES = {
     "interleaved": pipelined(2, OURS),
     "four_repeats": pipelined(4, OURS),
+    "eight_stages": Case(
+        {"MaxText": MAXTEXT_EIGHT},
+        {"lockstep_1f1b": (*MAXPIPE_EIGHT, *LOCKSTEP)},
+    ),
     "fsdp": Case(
         {
             "MaxText": MAXTEXT_FSDP,
@@ -139,6 +171,27 @@ CASES = {
                 "pipeline.remat_policy=none",
                 "pipeline.scan_layers=false",
             ),
+        },
+    ),
+    "experts_fsdp": Case(
+        {"MaxText": (*MAXTEXT_FSDP, *MAXTEXT_EXPERTS)},
+        {"sequential": (*MAXPIPE_FSDP, *MAXPIPE_EXPERTS)},
+    ),
+    "experts_expert": Case(
+        {
+            "MaxText": (
+                "ici_fsdp_parallelism=2",
+                "ici_expert_parallelism=4",
+                *MAXTEXT_EXPERTS,
+            )
+        },
+        {
+            "sequential": (
+                *MAXPIPE_FSDP,
+                "mesh.ici.fsdp=2",
+                "mesh.ici.expert=4",
+                *MAXPIPE_EXPERTS,
+            )
         },
     ),
 }

@@ -73,7 +73,7 @@ _FREE = {
 _NO_WORK = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
     "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding",
-    "SliceId", "ZeroCrop",
+    "SliceId", "X64Combine", "ZeroCrop",
 }  # fmt: skip
 
 
