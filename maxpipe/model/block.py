@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.config.sections.model_parts import PROJECTIONS
@@ -23,6 +24,8 @@ from maxpipe.model.layers import (
 ATTENTION = 0
 MLP = 1
 ADAPTERS = 2  # number of the first of `PROJECTIONS`
+
+ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
 
 
 class LlamaBlock(nnx.Module):
@@ -102,7 +105,9 @@ class LlamaBlock(nnx.Module):
     ) -> jax.Array:
         """Add a sublayer's output to the residual stream, after scale and dropout."""
         y = y if self.residual_scale == 1 else y * self.residual_scale
-        return x + self._drop(y, key, sublayer, side)
+        # Otherwise XLA may give the stream, with one sequence a device above all, the layout in
+        # which attention leaves it, tokens innermost, and TPUs transpose it for other products.
+        return with_layout_constraint(x + self._drop(y, key, sublayer, side), ROW_MAJOR)
 
     def _adapter_drop(self, key: jax.Array | None, side: SideInputs) -> DropFn | None:
         """Return dropout on the inputs of adapters, each with a mask of its own; None without."""
