@@ -43,6 +43,7 @@ class LlamaBlock(nnx.Module):
         self.adapter_rate = config.lora.dropout if config.adapted else 0.0
         self.residual_scale = config.residual_scale
         self.placement = config.norm_placement
+        self.is_row_major = config.gating == "separate"
         norm = partial(
             RMSNorm,
             config.embed_dim,
@@ -105,9 +106,10 @@ class LlamaBlock(nnx.Module):
     ) -> jax.Array:
         """Add a sublayer's output to the residual stream, after scale and dropout."""
         y = y if self.residual_scale == 1 else y * self.residual_scale
-        # Otherwise XLA may give the stream, with one sequence a device above all, the layout in
-        # which attention leaves it, tokens innermost, and TPUs transpose it for other products.
-        return with_layout_constraint(x + self._drop(y, key, sublayer, side), ROW_MAJOR)
+        x += self._drop(y, key, sublayer, side)
+        # Otherwise XLA may give the stream the layout in which attention leaves it, tokens
+        # innermost, above all with one sequence a device, and TPUs transpose it for other products.
+        return with_layout_constraint(x, ROW_MAJOR) if self.is_row_major else x
 
     def _adapter_drop(self, key: jax.Array | None, side: SideInputs) -> DropFn | None:
         """Return dropout on the inputs of adapters, each with a mask of its own; None without."""

@@ -46,6 +46,18 @@ def test_gated_mlp_with_separate_gating_has_the_bits_of_the_fused_one():
     jax.tree.map(np.testing.assert_array_equal, results["fused"], results["separate"])
 
 
+@pytest.mark.parametrize(("gating", "count"), [("fused", 0), ("separate", 2)])
+def test_residual_stream_is_row_major_with_separate_gating(gating, count):
+    config = tiny(**{"model.gating": gating})
+    program = build_engine_inputs(config, make_mesh(config)).program
+    params = jax.eval_shape(lambda: init_params(program.specs["layers"], jax.random.key(0)))
+    x = jax.ShapeDtypeStruct((2, 8, config.model.embed_dim), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    side = SideInputs(ids, ids, ids[:, 0], 0)
+    traced = jax.make_jaxpr(lambda params, x: program.layer(params, x, side, None))(params, x)
+    assert str(traced).count("layout_constraint") == count
+
+
 @pytest.fixture
 def dropped():
     """dropped(rows) -> dropout of rows of a global batch of ones, [rows, tokens, 20].
