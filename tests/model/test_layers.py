@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
+from maxpipe.model.block import LlamaBlock
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout, project
 from maxpipe.model.parameters import init_params, split_module
 
@@ -48,14 +50,15 @@ def test_gated_mlp_with_separate_gating_has_the_bits_of_the_fused_one():
 
 @pytest.mark.parametrize(("gating", "count"), [("fused", 0), ("separate", 2)])
 def test_residual_stream_is_row_major_with_separate_gating(gating, count):
-    config = tiny(**{"model.gating": gating})
-    program = build_engine_inputs(config, make_mesh(config)).program
-    params = jax.eval_shape(lambda: init_params(program.specs["layers"], jax.random.key(0)))
-    x = jax.ShapeDtypeStruct((2, 8, config.model.embed_dim), jnp.float32)
-    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    side = SideInputs(ids, ids, ids[:, 0], 0)
-    traced = jax.make_jaxpr(lambda params, x: program.layer(params, x, side, None))(params, x)
-    assert str(traced).count("layout_constraint") == count
+    config = tiny(**{"model.gating": gating}).model
+    apply, specs = split_module(lambda: LlamaBlock(config, dot_product_attention))
+    params = init_params(specs, jax.random.key(0))
+    ids = jnp.ones((2, 8), jnp.int32)
+    side = SideInputs(ids, ids, ids[:, 0], jnp.int32(0))
+    traced = jax.make_jaxpr(lambda x: apply(params, x, side, None))(
+        jnp.zeros((2, 8, config.embed_dim))
+    )
+    assert str(traced).count("layout_constraint[") == count
 
 
 @pytest.fixture
