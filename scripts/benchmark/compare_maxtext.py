@@ -240,11 +240,8 @@ def maxtext_command(peer: Peer, module: str, directory: str, words: Sequence[str
 
 
 def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str]) -> list[str]:
-    return [
-        peer.python,
-        "-m",
-        f"maxpipe.{module}",
-        str(ROOT / "configs" / "base.yml"),
+    """Return the command; a later word replaces an earlier one of its key."""
+    values = [
         f"output_dir={directory}",
         "data.source=synthetic",
         "eval.every=0",
@@ -254,6 +251,9 @@ def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str
         "compile.cache_dir=off",
         *words,
     ]
+    by_key = {word.partition("=")[0]: word for word in values}
+    config = str(ROOT / "configs" / "base.yml")
+    return [peer.python, "-m", f"maxpipe.{module}", config, *by_key.values()]
 
 
 def environment(trainer: str) -> dict[str, str]:

@@ -7,9 +7,9 @@ PYTHON is a Python 3.12 with MaxText, made as `compare_maxtext.py` says. It comp
 so that JAX and libtpu are the same, and both are walked by `maxpipe.compile.prediction`: the
 compiler's cycles, transfers by bytes and links, attention kernels by FLOPs. No flags are set for
 either. The model has 16 layers, embed 2048, 16 heads of 128, MLP 8192, 32000 tokens of vocabulary;
-a step has 32 sequences of 2048 tokens on a v5p:2x2x2, bfloat16, full rematerialisation. With experts
-every layer is a mixture of 8 of MLP 4096, of which a token takes 2, and there are 8 layers. Ratios
-are maxpipe over MaxText. Exit code 1 means that something could not be predicted.
+a step has 32 sequences of 2048 tokens on a v5p:2x2x2, bfloat16, full rematerialisation. With
+experts there are 8 layers, each a mixture of 8 of MLP 4096, of which a token takes 2. Ratios are
+maxpipe over MaxText. Exit code 1 means that something could not be predicted.
 """
 
 import argparse
