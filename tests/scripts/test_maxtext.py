@@ -32,9 +32,14 @@ def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_fail
     assert "'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
 
 
-def test_words_for_maxpipe_are_a_legal_configuration_of_16_layers():
+def test_words_for_maxpipe_are_a_legal_configuration_of_as_many_layers_as_maxtext_is_given():
     for case in predict.CASES.values():
-        for words in case.maxpipe.values():
-            config = resolve(load("base", [*predict.MAXPIPE_MODEL, *words]), 8)
-            assert config.model.num_layers == 16
-            assert config.pipeline.num_layers_per_stage * config.pipeline.num_repeats in (2, 4, 16)
+        (theirs, *_) = case.maxtext.values()
+        words = dict(word.split("=") for word in (*predict.MAXTEXT_MODEL, *theirs))
+        for ours in case.maxpipe.values():
+            config = resolve(load("base", [*predict.MAXPIPE_MODEL, *ours]), 8)
+            layers = int(words["base_num_decoder_layers"])
+            assert config.model.num_layers == layers
+            assert config.model.moe.experts == int(words.get("num_experts", 0))
+            in_each = config.pipeline.num_layers_per_stage * config.pipeline.num_repeats
+            assert in_each * config.mesh.ici.stage == layers
