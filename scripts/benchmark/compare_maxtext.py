@@ -1,9 +1,10 @@
 """Train the same model in MaxText and in maxpipe, in turns on this machine.
 
     python scripts/benchmark/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp]
-        [--rounds 1] [--steps 6] [--json FILE]
+        [--ours PYTHON ...] [--rounds 1] [--steps 6] [--json FILE]
 
-PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same:
+PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same
+(`--ours` names further Pythons, which run maxpipe with their own JAX):
 
     python3.12 -m venv VENV && VENV/bin/pip install uv
     VENV/bin/uv pip install --python VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' \\
@@ -11,8 +12,9 @@ PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and 
 
 Each training command runs as its own process on 8 simulated CPU devices: 8 layers, 4 heads of 64,
 32 x 256 tokens, float32, full rematerialisation, synthetic data. Reported are seconds from the
-command to the end of the first step, CPU seconds a step (user and system, medians; the first step
-is left out), and the peak of resident memory. Ratios are MaxText over maxpipe. Then both compile a
+command to the end of the first step, CPU seconds a step (user and system; the first step is left
+out), and the peak of resident memory: medians over the runs and, of CPU seconds, the lowest and the
+highest run. Ratios are MaxText over maxpipe, of the same round for their range. Then both compile a
 larger model in bfloat16 for 8 v5p chips, with the compilers' figures for the memory of one device.
 Linux only, since CPU time is read from /proc.
 """
@@ -195,9 +197,9 @@ def find_peer(python: str) -> Peer:
         "def version(name):\n"
         "    try: return m.version(name)\n"
         "    except m.PackageNotFoundError: return ''\n"
-        "names = ('maxtext', 'jax', 'jaxlib', 'libtpu', 'omegaconf')\n"
-        "needed = ('flax', 'optax', 'orbax', 'grain', 'omegaconf', 'yaml', 'tensorboardX',\n"
-        "          'tokenizers', 'tqdm')\n"
+        "names = ('maxtext', 'jax', 'jaxlib', 'libtpu')\n"
+        "needed = ('flax', 'optax', 'orbax', 'grain', 'prometheus_client', 'yaml',\n"
+        "          'tensorboardX', 'tokenizers', 'tqdm')\n"
         "print(json.dumps([list(spec.submodule_search_locations) if spec else [],\n"
         "                  {n: version(n) for n in names},\n"
         "                  [n for n in needed if u.find_spec(n) is None]]))"
@@ -239,7 +241,7 @@ def maxtext_command(peer: Peer, module: str, directory: str, words: Sequence[str
     ]
 
 
-def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str]) -> list[str]:
+def maxpipe_command(python: str, module: str, directory: str, words: Sequence[str]) -> list[str]:
     """Return the command; a later word replaces an earlier one of its key."""
     values = [
         f"output_dir={directory}",
@@ -253,7 +255,20 @@ def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str
     ]
     by_key = {word.partition("=")[0]: word for word in values}
     config = str(ROOT / "configs" / "base.yml")
-    return [peer.python, "-m", f"maxpipe.{module}", config, *by_key.values()]
+    return [python, "-m", f"maxpipe.{module}", config, *by_key.values()]
+
+
+def jax_version(python: str) -> str:
+    """Return the version of JAX that this Python has.
+
+    Raises:
+      Failed: it cannot run maxpipe.
+    """
+    code = "import importlib.metadata as m, prometheus_client; print(m.version('jax'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(f"--ours {python} cannot run maxpipe; install it there:\n{done.stderr[-300:]}")
+    return done.stdout.strip()
 
 
 def environment(trainer: str) -> dict[str, str]:
@@ -303,33 +318,37 @@ def train(trainer: str, command: Sequence[str], steps: int) -> Run:
 
 
 def compare_training(
-    peer: Peer, names: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
+    peer: Peer,
+    ours: dict[str, str],
+    names: Sequence[str],
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None],
 ) -> dict[str, dict[str, list[Run]]]:
-    """Return case -> trainer -> runs; the trainers take turns."""
-    runs: dict[str, dict[str, list[Run]]] = {name: {"maxtext": [], "maxpipe": []} for name in names}
+    """Return case -> trainer -> runs; MaxText and maxpipe by each Python of `ours` take turns."""
+    runs: dict[str, dict[str, list[Run]]] = {
+        name: {trainer: [] for trainer in ("maxtext", *ours)} for name in names
+    }
     with tempfile.TemporaryDirectory() as directory:
         for number in range(rounds):
             for name in names:
-                theirs, ours = CASES[name]
-                words = (
-                    *MAXTEXT_SMALL,
-                    *theirs,
-                    f"steps={steps}",
-                    "hardware=cpu",
-                    "skip_jax_distributed_system=True",
-                )
-                own = (*MAXPIPE_SMALL, *ours, f"steps={steps}", f"mesh.simulated_devices={DEVICES}")
-                commands = {
-                    "maxtext": maxtext_command(peer, "train", directory, words),
-                    "maxpipe": maxpipe_command(
-                        peer, "train", directory, (*own, f"run_name={name}-{number}")
-                    ),
-                }
-                for trainer, command in commands.items():
-                    runs[name][trainer].append(train(trainer, command, steps))
-                    median = statistics.median(runs[name][trainer][-1].cpu)
-                    say(f"{name}, {trainer}: {median:.1f} CPU s a step")
+                for trainer, group in runs[name].items():
+                    label = f"{name}-{number}-{trainer.split()[-1]}"
+                    command = _training(peer, ours.get(trainer), name, steps, directory, label)
+                    group.append(train(trainer.partition(",")[0], command, steps))
+                    say(f"{name}, {trainer}: {statistics.median(group[-1].cpu):.1f} CPU s a step")
     return runs
+
+
+def _training(
+    peer: Peer, python: str | None, name: str, steps: int, directory: str, label: str
+) -> list[str]:
+    theirs, ours = CASES[name]
+    if python is None:
+        fixed = (f"steps={steps}", "hardware=cpu", "skip_jax_distributed_system=True")
+        return maxtext_command(peer, "train", directory, (*MAXTEXT_SMALL, *theirs, *fixed))
+    fixed = (f"steps={steps}", f"mesh.simulated_devices={DEVICES}", f"run_name={label}")
+    return maxpipe_command(python, "train", directory, (*MAXPIPE_SMALL, *ours, *fixed))
 
 
 def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
@@ -355,7 +374,7 @@ def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str
             words = (*MAXPIPE_V5P, f"pipeline.schedule={schedule}")
             _output(
                 "maxpipe",
-                [*maxpipe_command(peer, "compile", directory, words), "--json", str(file)],
+                [*maxpipe_command(peer.python, "compile", directory, words), "--json", str(file)],
             )
             sizes = json.loads(file.read_text())["memory"]
             memory[f"maxpipe {schedule}"] = {
@@ -380,21 +399,25 @@ def _output(trainer: str, command: Sequence[str]) -> str:
 
 
 def training_table(runs: dict[str, dict[str, list[Run]]]) -> str:
-    """Return Markdown: medians over all rounds, MaxText / maxpipe / ratio."""
-    columns = {
-        "first step s": lambda group: statistics.median(r.first_step for r in group),
-        "CPU s a step": lambda group: statistics.median(cpu for r in group for cpu in r.cpu),
-        "wall s a step": lambda group: statistics.median(wall for r in group for wall in r.wall),
-        "peak MiB": lambda group: statistics.median(r.peak / MIB for r in group),
-    }
-    lines = [f"| case | {' | '.join(f'{name}: MaxText | maxpipe | ratio' for name in columns)} |"]
-    lines.append("| --- |" + " ---: | ---: | ---: |" * len(columns))
+    """Return Markdown: medians over all rounds with the range of CPU seconds and of ratios."""
+    lines = [
+        "| case | trainer | CPU s a step (range) | MaxText / this (range) | first step s"
+        " | wall s a step | peak MiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for case, groups in runs.items():
-        cells = []
-        for of in columns.values():
-            theirs, ours = of(groups["maxtext"]), of(groups["maxpipe"])
-            cells += [f"{theirs:.4g}", f"{ours:.4g}", f"{theirs / ours:.2f}"]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
+        theirs = [statistics.median(run.cpu) for run in groups["maxtext"]]
+        for trainer, group in groups.items():
+            cpu = [statistics.median(run.cpu) for run in group]
+            ratios = [a / b for a, b in zip(theirs, cpu, strict=True)]
+            cells = [
+                f"{statistics.median(cpu):.2f} ({min(cpu):.2f} to {max(cpu):.2f})",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{statistics.median(run.first_step for run in group):.1f}",
+                f"{statistics.median(wall for run in group for wall in run.wall):.2f}",
+                f"{statistics.median(run.peak / MIB for run in group):.0f}",
+            ]
+            lines.append(f"| {case} | {trainer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -420,6 +443,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--case", nargs="*", default=list(CASES), choices=CASES, help="none: skip training"
     )
+    parser.add_argument(
+        "--ours", nargs="*", default=[], metavar="PYTHON", help="further Pythons for maxpipe"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of each trainer and case")
     parser.add_argument(
         "--steps", type=int, default=6, help="steps of a run; the first is not counted"
@@ -442,7 +468,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             + ", ".join(f"{name} {version}" for name, version in peer.versions.items() if version)
         )
         if options.case:
-            runs = compare_training(peer, options.case, options.rounds, options.steps, say)
+            ours = {f"maxpipe, jax {jax_version(python)}": python for python in options.ours}
+            ours = {f"maxpipe, jax {peer.versions['jax']}": peer.python} | ours
+            runs = compare_training(peer, ours, options.case, options.rounds, options.steps, say)
             measured["training"] = {
                 c: {t: [asdict(r) for r in rs] for t, rs in g.items()} for c, g in runs.items()
             }

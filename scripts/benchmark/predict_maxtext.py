@@ -236,7 +236,7 @@ def compare(peer: Peer, name: str) -> str:
             reference = reference or content
             print_row(name, label, content, reference)
         for label, words in case.maxpipe.items():
-            ours = maxpipe_command(peer, "compile", directory, (*MAXPIPE_MODEL, *words))
+            ours = maxpipe_command(peer.python, "compile", directory, (*MAXPIPE_MODEL, *words))
             print_row(name, label, report("maxpipe", [*ours, "--json", str(file)], file), reference)
     return basis(reference["predicted"], crosses_slices=False)
 
