@@ -19,6 +19,7 @@ from maxpipe.devices.transfers import processes_of
 from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_gating, choose_rotation
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.chunk import recomputes_rows
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
@@ -69,7 +70,8 @@ def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note)
         rotation=choose_rotation(config, platform, note),
         gating=choose_gating(config, platform, note),
     )
-    experts = build_experts(model, rules, platform, note)
+    recomputes = recomputes_rows(config.pipeline) and not (table and "W" in table.kinds)
+    experts = build_experts(model, rules, platform, note, recomputes=recomputes)
     return EngineInputs(
         program=ModelProgram(model, attention, experts),
         rules=rules,

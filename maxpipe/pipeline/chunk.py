@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from maxpipe.config.catalog import EXPERT_CHOICE, MLP, NAMED, REMAT_POLICIES, RematPolicy
+from maxpipe.config.catalog import ENGINES, EXPERT_CHOICE, MLP, NAMED, REMAT_POLICIES, RematPolicy
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.devices.host_memory import DEVICE, HOST
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
@@ -204,6 +204,18 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
     if not {*MLP}.isdisjoint({*on_device, *on_host}):
         on_device.append(EXPERT_CHOICE)
     return RematPolicy(device=tuple(on_device), host=tuple(on_host))
+
+
+def recomputes_rows(config: PipelineConfig) -> bool:
+    """Return whether a backward recomputes the gates of an MLP, and with them rows of experts.
+
+    A pass through several layers holds them for all of these, see `Remat`.
+    """
+    policy = remat_policy(config)
+    if policy.everything or not {*MLP}.isdisjoint({*policy.device, *policy.host}):
+        return False
+    by_layer = config.remat_layers or not ENGINES[config.engine].has_stages
+    return by_layer or (config.remat_iterations and config.num_layers_per_stage == 1)
 
 
 def offloaded_names(config: PipelineConfig) -> tuple[str, ...]:

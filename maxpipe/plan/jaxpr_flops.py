@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from maxpipe.model.experts.exchange import SPARSE_CALL
+from maxpipe.model.experts.imbalance import USUAL_CALL
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
 # Maps how often a conditional is reached to how often it does its work.
@@ -52,6 +53,8 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         times = branch_runs(runs)
         return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
     devices = 1
+    if params.get("name") == USUAL_CALL:
+        branch_runs = every_time
     if used := re.fullmatch(rf"{SPARSE_CALL}(\d+)_of_(\d+)", str(params.get("name", ""))):
         # Its conditionals skip the unused rows.
         runs, branch_runs = runs * int(used[1]) / int(used[2]), every_time

@@ -15,6 +15,9 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
+# Devices that add up what each has sent them: narrow numbers, in half the time of a sum on the way,
+# whose numbers are float32. Among more, each link would carry too much.
+FEW = 4
 CONTEXT_AXIS = "context"
 EXPERT_AXIS = "expert"
 
@@ -28,6 +31,13 @@ def gathered(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def summed(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
     """Return the sum of all devices' arrays for this device's entries, n L -> L."""
+    devices = lax.axis_size(axis_name)
+    if x.dtype.itemsize < 4 and devices <= FEW:
+        parts = lax.all_to_all(x, axis_name, dimension, dimension, tiled=True)
+        first, *others = jnp.split(parts, devices, dimension)
+        # TPUs add arrays five times as fast as they sum over a dimension of one.
+        total = sum((other.astype(jnp.float32) for other in others), first.astype(jnp.float32))
+        return total.astype(x.dtype)
     total = lax.psum_scatter(
         x.astype(jnp.float32), axis_name, scatter_dimension=dimension, tiled=True
     )

@@ -12,7 +12,7 @@ from maxpipe.config import PipelineConfig, RematTensorsConfig
 from maxpipe.config.catalog import EXPERT_CHOICE, MATMULS, RematPolicy
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.chunk import checkpoint, remat_policy
+from maxpipe.pipeline.chunk import checkpoint, recomputes_rows, remat_policy
 
 
 def policy_of(policy):
@@ -70,3 +70,21 @@ def test_checkpoint_of_an_offloaded_tensor_saves_it_on_the_host():
     )
     on_host = [aval.shape for aval in jaxpr.out_avals if aval.memory_space == jax.memory.Space.Host]
     assert sorted(on_host) == [(4, 8, 2, 4), (4, 8, 2, 4), (4, 8, 4, 4)]  # key, value, query
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("engine=sequential num_layers=4", True),
+        ("engine=sequential remat_policy=minimal", False),
+        ("engine=sequential remat_policy=none", False),
+        ("stage=2 num_layers_per_stage=1", True),
+        ("stage=2 num_layers_per_stage=1 remat_iterations=false", False),
+        ("stage=2 num_layers_per_stage=2", False),
+        ("stage=2 num_layers_per_stage=2 remat_layers=true", True),
+    ],
+)
+def test_rows_of_experts_are_recomputed_unless_they_are_saved_or_held_for_several_layers(
+    words, expected
+):
+    assert recomputes_rows(tiny(words).pipeline) is expected

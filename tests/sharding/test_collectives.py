@@ -5,22 +5,24 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS, gathered, summed, swapped
 
 
-def manual(f, axis, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices()[:8]), (axis,))
+def manual(f, axis, in_specs, out_specs, devices=8):
+    mesh = Mesh(np.array(jax.devices()[:devices]), (axis,))
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     )
 
 
-def test_gathered_sums_gradients_in_float32():
-    """256 and seven times 1 are 256 in bfloat16, whose next number is 258."""
-    scale = jnp.array([256, *[1] * 7], jnp.bfloat16)
+# 256 and seven or three times 1 are 256 in bfloat16, whose next number is 258.
+@pytest.mark.parametrize(("devices", "total"), [(8, 264), (4, 260)])
+def test_gathered_sums_gradients_in_float32(devices, total):
+    scale = jnp.array([256, *[1] * (devices - 1)], jnp.bfloat16)
 
     def gradient(x, scale):
         def loss(x):
@@ -29,10 +31,10 @@ def test_gathered_sums_gradients_in_float32():
         return jax.grad(loss)(x)
 
     over = P(None, CONTEXT_AXIS)
-    compute = manual(gradient, CONTEXT_AXIS, (over, P(CONTEXT_AXIS)), over)
+    compute = manual(gradient, CONTEXT_AXIS, (over, P(CONTEXT_AXIS)), over, devices)
     actual = compute(jnp.ones((1, 16), jnp.bfloat16), scale)
     assert actual.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(actual, jnp.full((1, 16), 264, jnp.bfloat16))
+    np.testing.assert_array_equal(actual, jnp.full((1, 16), total, jnp.bfloat16))
 
 
 def test_summed_sums_in_float32_and_its_gradient_gathers():

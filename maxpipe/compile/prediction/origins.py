@@ -5,6 +5,7 @@ themselves stand in tables at the top of the text.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _PHASE = re.compile(r"\bphase_(\d+)\b")
+_BRANCH = "/cond/branch_"  # follows the name of a conditional in those of what it runs
 _ENTRY = re.compile(r"^(\d+) (.*)$")
 
 
@@ -85,6 +87,8 @@ class Origins:
     def of(self, instruction: Instruction) -> Origin:
         """Return the origin of an instruction; of its main part for a fusion without one."""
         op_name = _OP_NAME.search(instruction.attributes)
+        if instruction.opcode == "conditional" and op_name and not op_name[1].endswith("cond"):
+            return Origin(self._renamed(instruction) or op_name[1])
         if op_name:
             return Origin(op_name[1], self._source(instruction.attributes))
         if instruction.opcode != "fusion":
@@ -96,6 +100,16 @@ class Origins:
             inside.instructions.values() if inside else (), key=lambda i: i.opcode in PRODUCTS
         )
         return next((origin for i in reversed(inner) if (origin := self.of(i)).op_name), Origin())
+
+    def _renamed(self, conditional: Instruction) -> str:
+        """Return the name of a conditional to which the partitioner has given another."""
+        inside = (
+            self.of(instruction).op_name.rpartition(_BRANCH)[0]
+            for name in conditional.called()["branches"]
+            for instruction in self._module.computations[name].instructions.values()
+        )
+        ((name, _),) = Counter(filter(None, inside)).most_common(1) or [("", 0)]
+        return name
 
     def _source(self, attributes: str) -> str:
         """Return the innermost line that lies in no installed package, else the innermost line."""

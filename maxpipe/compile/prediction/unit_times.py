@@ -2,7 +2,8 @@
 
 On the scheduled engine the embedding, the head and the embedding gradient have a conditional each
 in the body of a phase's loop, taken in the ticks with such work. A phase of the program is a run of
-ticks. Where some layers see all tokens and others a window, attention is a conditional.
+ticks. Where some layers see all tokens and others a window, attention is a conditional, and
+so is the choice of rows for experts that devices share.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.compile.prediction.walk import Loop, Timeline
 from maxpipe.config.sections import Config, ModelConfig
+from maxpipe.model.experts.imbalance import USUAL_CALL
 from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan
 from maxpipe.pipeline.layout import build_layout
@@ -21,6 +23,7 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.simulate import Costs
 
 ATTENTION = "attention"
+_WITHIN_CHUNKS = (ATTENTION, "mlp")  # scopes of conditionals in layers
 
 
 class Phase(NamedTuple):
@@ -81,6 +84,8 @@ def times_taken(
       phases: phases of the scheduled engine; empty on others.
       attends_to_all: share of layers that see all tokens, see `global_share` and `chunk_share`.
     """
+    if USUAL_CALL in origin.words:
+        return 0  # the work is that of the usual rows, which take less time than all
     if origin.scope == ATTENTION:
         return attends_to_all * reached
     number = origin.phase
@@ -139,7 +144,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
-        if spent.place.conditional.removesuffix(" gradient") in ("", ATTENTION):
+        if spent.place.conditional.removesuffix(" gradient") in ("", *_WITHIN_CHUNKS):
             seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total
     if phases:
         times = _slot_seconds(phases, [seconds.get(f"phase_{n}", 0.0) for n in range(len(phases))])

@@ -20,6 +20,8 @@ from maxpipe.model.experts.dispatch import Layout
 
 # (shape (B, T, k) of the choice of all devices' sequences, experts of this device) -> layout
 LayoutFn = Callable[[tuple[int, ...], int], Layout]
+# Assignments that one of several devices usually gets at most, as a multiple of its even share.
+_USUAL = 1.5
 # (expected assignments, experts, largest possible number of assignments) -> layout
 KernelLayout = Callable[[int, int, int], Layout]
 
@@ -47,17 +49,31 @@ def within_capacity(experts: jax.Array, moe: MoEConfig) -> jax.Array:
     return kept.reshape(experts.shape)
 
 
-def layout_for(kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1) -> LayoutFn:
+def most_assignments(choice: tuple[int, ...], num_experts: int, moe: MoEConfig) -> int:
+    """Return how many assignments one device can get, given the shape of all devices' choice.
+
+    The tokens of all devices choose as many of its experts as its capacity allows.
+    """
+    sequences, length, per_token = choice
+    most = sequences * length * min(per_token, num_experts)
+    return min(most, sequences * num_experts * capacity(moe, length))
+
+
+def usual_assignments(choice: tuple[int, ...], devices: int) -> int:
+    return math.ceil(_USUAL * math.prod(choice) / devices)
+
+
+def layout_for(
+    kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1, *, usual: bool = False
+) -> LayoutFn:
     """Return the layout of rows on one of several devices that share experts.
 
-    Rows suffice even if the tokens of all devices choose as many of its experts as they can, within
-    the capacity of each.
+    There are rows for `most_assignments`, or for `usual_assignments` alone.
     """
 
     def layout(choice: tuple[int, ...], num_experts: int) -> Layout:
-        sequences, length, per_token = choice
-        most = sequences * length * min(per_token, num_experts)
-        most = min(most, sequences * num_experts * capacity(moe, length))
+        most = most_assignments(choice, num_experts, moe)
+        most = min(most, usual_assignments(choice, devices)) if usual else most
         has_missing = devices > 1 or moe.capacity_factor > 0
         most += has_missing  # a free row for assignments without one
         # On average a device computes its part of the assignments of all devices.

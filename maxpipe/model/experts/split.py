@@ -18,6 +18,7 @@ from maxpipe.config.terminal import Note
 from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.exchange import choose_dispatch, sparse
+from maxpipe.model.experts.imbalance import for_imbalance
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.model.layers import gating
@@ -53,7 +54,7 @@ def choose_kernel(config: ModelConfig, platform: str, note: Note) -> str:
 
 
 def build_experts(
-    config: ModelConfig, rules: AxisRules, platform: str, note: Note
+    config: ModelConfig, rules: AxisRules, platform: str, note: Note, *, recomputes: bool = False
 ) -> ExpertsFn | None:
     """Build the function of a model's experts; None if the model has none.
 
@@ -62,6 +63,7 @@ def build_experts(
       rules: logical axis rules, bound to the mesh.
       platform: platform of the mesh's devices, as JAX names it.
       note: function that prints a line.
+      recomputes: whether the backward computes the rows of experts again in any case.
 
     Raises:
       ConfigError: see `choose_kernel`.
@@ -75,8 +77,13 @@ def build_experts(
         experts = experts_with(layout, kernel.multiply, gating(config))
     else:
         multiply = sparse(kernel.multiply, devices)
+        experts = experts_with(layout, multiply, gating(config))
+        if recomputes:
+            usual = layout_for(kernel.layout, config.moe, devices, usual=True)
+            of_usual = experts_with(usual, multiply, gating(config))
+            experts = for_imbalance(of_usual, experts, config.moe, devices)
         dispatch = DISPATCHES[choose_dispatch(config.moe, devices, platform, note)]
-        experts = implementation(dispatch)(experts_with(layout, multiply, gating(config)))
+        experts = implementation(dispatch)(experts)
     return per_device(experts, rules, always=name != EVERYWHERE)
 
 

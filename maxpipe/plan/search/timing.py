@@ -16,7 +16,7 @@ from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.traffic import layer_traffic, once_seconds
-from maxpipe.sharding.collectives import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS, FEW
 
 # Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
 _BACKWARD = 3.5
@@ -201,14 +201,14 @@ def _weight_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Number, 
 def _activation_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Number]:
     """Return the seconds of a layer's transfers of activations, forwards and backwards.
 
-    With A bytes of activations (A' in float32), K bytes of keys and values, and c(axis) the seconds
-    per byte along an axis, a forward takes
+    With A bytes of activations (A' in float32; among few devices A), K bytes of keys and values,
+    and c(axis) the seconds per byte along an axis, a forward takes
 
         2 A c(sum over tensor) + K (context - 1) c(context) + (A + A') (expert - 1) c(expert)
 
     since layers sum twice, and every device gets the tokens of all devices with other experts and
     sends sums back. A backward takes as long, and again for the share that it recomputes; but keys
-    are gathered again if it recomputes anything, and their gradients are summed in float32. In a
+    are gathered again if it recomputes anything, and their gradients are summed like A'. In a
     ring, attention hides the transfers of both.
     """
     grid, embed = sizes.block.grid, sizes.config.model.embed_dim
@@ -217,10 +217,13 @@ def _activation_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Numb
     others = grid.size("context") - 1
     keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * others * costs.of("context")
     keys = (1.0 - sizes.in_ring) * keys
-    exchanged = activations + sizes.tokens * FLOAT32 * embed
-    exchanged = exchanged * (grid.size(EXPERT_AXIS) - 1) * costs.of(EXPERT_AXIS)
+    sharing, wide = grid.size(EXPERT_AXIS), FLOAT32 / sizes.itemsize
+    exchanged = activations * (1 + np.where(sharing > FEW, wide, 1))
+    exchanged = exchanged * (sharing - 1) * costs.of(EXPERT_AXIS)
     again = summed + exchanged
-    keys_backward = keys * (2.0 + np.greater(sizes.saving.recomputed, 0))
+    keys_backward = keys * (
+        np.where(others >= FEW, wide, 1) + np.greater(sizes.saving.recomputed, 0)
+    )
     return again + keys, again * (1 + sizes.saving.recomputed) + keys_backward
 
 

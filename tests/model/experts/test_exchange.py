@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.model_parts import MoEConfig
+from maxpipe.model.experts import imbalance
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import arrange
@@ -73,19 +74,49 @@ def of_one_device():
     return value_and_gradients_of(experts_with(layout, Blocks.multiply, gate_up))
 
 
+def experts_of_a_device(*, usual=False):
+    layout = layout_for(Blocks.layout, MOE, DEVICES, usual=usual)
+    return experts_with(layout, Blocks.multiply, gate_up)
+
+
+def either_rows(monkeypatch, usual):
+    monkeypatch.setattr(imbalance, "_LEAST", 0)
+    return imbalance.for_imbalance(usual, experts_of_a_device(), MOE, DEVICES)
+
+
 @pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
+@pytest.mark.parametrize("has_usual_rows", [False, True])
 def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
-    of_one_device, dispatch, monkeypatch
+    of_one_device, dispatch, has_usual_rows, monkeypatch
 ):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    layout = layout_for(Blocks.layout, MOE, DEVICES)
-    shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
-    split = value_and_gradients_of(over_devices(shared))
+    experts = experts_of_a_device()
+    if has_usual_rows:
+        experts = either_rows(monkeypatch, experts_of_a_device(usual=True))
+    split = value_and_gradients_of(over_devices(dispatch(experts)))
     for choice in (any_experts, the_same_experts, few_of_any):
         x, chosen, combine, weights = operands(choice)
         expected = of_one_device(x, combine, weights, chosen)
         actual = split(x, combine, weights, chosen)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+
+
+def test_a_device_has_rows_for_a_usual_share_until_it_gets_more(monkeypatch):
+    always, few = experts_of_a_device(), experts_of_a_device(usual=True)
+    either = either_rows(monkeypatch, lambda *operands: 2 * few(*operands))  # shows what has run
+
+    def sums(experts):
+        return jax.value_and_grad(lambda *a: jnp.sum(experts(*a)), argnums=(0, 2, 3))
+
+    # Of 72 assignments a device's even share is 18, and 27 are usual; 48 are to experts 0 and 1.
+    for choice, times in ((few_of_any, 2), (the_same_experts, 1)):
+        x, chosen, combine, weights = operands(choice)
+        own = x, jnp.minimum(chosen, 2), combine, jax.tree.map(lambda a: a[:2], weights)
+        expected = jax.tree.map(lambda a, times=times: times * a, sums(always)(*own))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sums(either)(*own), expected)
+    # Stages that are mapped do not run both.
+    text = str(jax.make_jaxpr(jax.vmap(either))(*jax.tree.map(lambda a: a[None], own)))
+    assert "cond[" in text
 
 
 def test_blocks_without_rows_of_this_device_are_not_multiplied():

@@ -10,6 +10,7 @@ from helpers.ragged import ragged_all_to_all
 from helpers.routing import assert_same_as_one_device
 
 from maxpipe.config.catalog import DISPATCHES
+from maxpipe.model.experts import imbalance
 
 ROWS = 16
 EXPERTS = (
@@ -60,3 +61,9 @@ def test_evaluation_of_rows_that_the_axis_does_not_divide_equals_one_device():
     config = tiny(EXPERTS + LAYOUTS["lockstep_1f1b"] + " expert=4")
     expected = sequential(on_one_device(config), ROWS).evaluate(make_batch(6))
     assert under_test(config).evaluate(make_batch(6)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_for_a_usual_share_or_for_all_equal_one_device(layout, monkeypatch):
+    monkeypatch.setattr(imbalance, "_LEAST", 0)
+    assert_equals_one_device(layout, "expert=4 fsdp=1 num_layers_per_stage=1")
