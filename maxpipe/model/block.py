@@ -109,7 +109,9 @@ class LlamaBlock(nnx.Module):
         x += self._drop(y, key, sublayer, side)
         # Otherwise XLA may give the stream the layout in which attention leaves it, tokens
         # innermost, above all with one sequence a device, and TPUs transpose it for other products.
-        return with_layout_constraint(x, ROW_MAJOR) if self.is_row_major else x
+        # Only in programs that are split by hand: the partitioner may gather what is constrained.
+        is_split = self.is_row_major and jax.sharding.get_abstract_mesh().manual_axes
+        return with_layout_constraint(x, ROW_MAJOR) if is_split else x
 
     def _adapter_drop(self, key: jax.Array | None, side: SideInputs) -> DropFn | None:
         """Return dropout on the inputs of adapters, each with a mask of its own; None without."""

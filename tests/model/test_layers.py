@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engines import tiny
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from maxpipe.model.block import LlamaBlock
 from maxpipe.model.kernels.dot_product import dot_product_attention
@@ -48,16 +50,26 @@ def test_gated_mlp_with_separate_gating_has_the_bits_of_the_fused_one():
     jax.tree.map(np.testing.assert_array_equal, results["fused"], results["separate"])
 
 
-@pytest.mark.parametrize(("gating", "count"), [("fused", 0), ("separate", 2)])
-def test_residual_stream_is_row_major_with_separate_gating(gating, count):
+@pytest.mark.parametrize(
+    ("gating", "by_hand", "count"),
+    [("fused", True, 0), ("separate", True, 2), ("separate", False, 0)],
+)
+def test_residual_stream_is_row_major_with_separate_gating_where_programs_are_split_by_hand(
+    gating, by_hand, count
+):
     config = tiny(**{"model.gating": gating}).model
     apply, specs = split_module(lambda: LlamaBlock(config, dot_product_attention))
     params = init_params(specs, jax.random.key(0))
     ids = jnp.ones((2, 8), jnp.int32)
     side = SideInputs(ids, ids, ids[:, 0], jnp.int32(0))
-    traced = jax.make_jaxpr(lambda x: apply(params, x, side, None))(
-        jnp.zeros((2, 8, config.embed_dim))
-    )
+
+    def layer(x):
+        return apply(params, x, side, None)[0]
+
+    if by_hand:
+        mesh = Mesh(jax.devices()[:1], ("data",))
+        layer = jax.shard_map(layer, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    traced = jax.make_jaxpr(layer)(jnp.zeros((2, 8, config.embed_dim)))
     assert str(traced).count("layout_constraint[") == count
 
 

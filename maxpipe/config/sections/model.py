@@ -113,8 +113,8 @@ class ModelConfig:
     )
     gating: str = option(
         "auto",
-        "fuse gate * up into the products that read it, or keep it separate and activations"
-        " row-major; auto = by device",
+        "fuse gate * up into the products that read it, or keep it separate and activations in"
+        " pipelines row-major; auto = by device",
         choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
