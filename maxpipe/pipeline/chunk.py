@@ -207,15 +207,12 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
 
 
 def recomputes_rows(config: PipelineConfig) -> bool:
-    """Return whether a backward recomputes the gates of an MLP, and with them rows of experts.
-
-    A pass through several layers holds them for all of these, see `Remat`.
-    """
+    """Return whether the backward recomputes the gates of an MLP, and with them rows of experts."""
     policy = remat_policy(config)
     if policy.everything or not {*MLP}.isdisjoint({*policy.device, *policy.host}):
         return False
     by_layer = config.remat_layers or not ENGINES[config.engine].has_stages
-    return by_layer or (config.remat_iterations and config.num_layers_per_stage == 1)
+    return by_layer or config.remat_iterations
 
 
 def offloaded_names(config: PipelineConfig) -> tuple[str, ...]:

@@ -123,7 +123,10 @@ def choose_rotation(config: Config, platform: str, note: Note) -> str:
 
 def choose_gating(config: Config, platform: str, note: Note) -> str:
     """Return how a gated MLP is computed, "fused" or "separate"; see `choose_kernel`."""
-    why = "gate times up is computed once, not in each product; in pipelines activations stay row-major"
+    why = (
+        "gate times up is computed once, not in each product, and activations of pipelines stay "
+        "row-major"
+    )
     return _choose_for_tpus(config, platform, note, "gating", ("separate", why), "fused")
 
 
