@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters import partial_eval as pe
 
 from maxpipe.model.experts.exchange import SPARSE_CALL
 from maxpipe.model.experts.imbalance import USUAL_CALL
@@ -51,7 +52,12 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         return runs * _kernel(eqn)
     if name == "cond":
         times = branch_runs(runs)
-        return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
+        # XLA computes nothing that no result of a branch depends on.
+        branches = (
+            pe.dce_jaxpr(jaxpr := open_jaxpr(branch), [True] * len(jaxpr.outvars))[0]
+            for branch in params["branches"]
+        )
+        return max(_count(branch, times, branch_runs) for branch in branches)
     devices = 1
     if params.get("name") == USUAL_CALL:
         branch_runs = every_time

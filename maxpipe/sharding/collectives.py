@@ -1,7 +1,8 @@
 """Exchange arrays between the devices along one mesh axis, differentiably.
 
 For use in programs that are manual over the axis. Sums over devices are float32, for accuracy;
-bfloat16 ones also abort XLA's CPU backend in partially manual programs.
+bfloat16 ones also abort XLA's CPU backend in partially manual programs. Among few devices each adds
+up what the others have sent it.
 
 Letters: n devices along the axis, L entries of a device in the dimension that is split, R rows.
 """
@@ -15,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
-# Devices that add up what each has sent them: narrow numbers, in half the time of a sum on the way,
-# whose numbers are float32. Among more, each link would carry too much.
+# Up to so many devices send each other their parts of a bfloat16 sum, in half the bytes of a sum on
+# the way, which is float32. Among more, each link would carry too much.
 FEW = 4
 CONTEXT_AXIS = "context"
 EXPERT_AXIS = "expert"

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxpipe.compile.hlo import PRODUCTS, Instruction, Module
+from maxpipe.model.experts.imbalance import USUAL_CALL
 
 # Scopes that the programs name, the innermost of which says what an operation belongs to.
 SCOPES = ("attention", "mlp", "layer", "head", "embedding", "optimizer", "transfer")
 # Parts of the pipeline, for operations in none of these scopes, such as a gather of weights.
+ALL_ROWS = "rows of experts beyond a usual share"
 PIPELINE_SCOPES = ("forward", "backward", "weight_gradients", "stage")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -41,7 +43,12 @@ class Origin(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Return the innermost of `SCOPES`, else of `PIPELINE_SCOPES`; "" if there is none."""
+        """Return the innermost of `SCOPES`, else of `PIPELINE_SCOPES`; "" if there is none.
+
+        The conditional that chooses between rows for a usual share and all is `ALL_ROWS`.
+        """
+        if self.op_name.removesuffix("/cond").endswith(f"jit({USUAL_CALL})"):
+            return ALL_ROWS
         inner_first = self.words[::-1]
         named = (
             word for scopes in (SCOPES, PIPELINE_SCOPES) for word in inner_first if word in scopes

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.compile.prediction.origins import Origin
+from maxpipe.compile.prediction.origins import ALL_ROWS, Origin
 from maxpipe.compile.prediction.walk import Loop, Timeline
 from maxpipe.config.sections import Config, ModelConfig
-from maxpipe.model.experts.imbalance import USUAL_CALL
 from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan
 from maxpipe.pipeline.layout import build_layout
@@ -23,7 +22,7 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.simulate import Costs
 
 ATTENTION = "attention"
-_WITHIN_CHUNKS = (ATTENTION, "mlp")  # scopes of conditionals in layers
+_WITHIN_CHUNKS = (ATTENTION, ALL_ROWS)  # scopes of conditionals in layers
 
 
 class Phase(NamedTuple):
@@ -84,8 +83,8 @@ def times_taken(
       phases: phases of the scheduled engine; empty on others.
       attends_to_all: share of layers that see all tokens, see `global_share` and `chunk_share`.
     """
-    if USUAL_CALL in origin.words:
-        return 0  # the work is that of the usual rows, which take less time than all
+    if origin.scope == ALL_ROWS:
+        return 0  # a device is taken to get no more than a usual share
     if origin.scope == ATTENTION:
         return attends_to_all * reached
     number = origin.phase

@@ -179,7 +179,8 @@ class _Walker:
             name, opcode = instruction.name, instruction.opcode
             origin = self._origins.of(instruction)
             phase_place = place
-            if origin.phase is not None:
+            # Phases that compute the same share computations, named after one of them.
+            if origin.phase is not None and not place.phase.startswith("phase_"):
                 phase_place = place._replace(phase=f"phase_{origin.phase}")
             if _is_start(instruction):
                 moved = self._prices.transfer(computation, instruction)

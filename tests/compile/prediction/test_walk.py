@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from types import SimpleNamespace
 
@@ -22,9 +22,10 @@ from helpers.hand_timed import (
 from maxpipe.compile.hlo import parse
 from maxpipe.compile.prediction.constants import constants_of
 from maxpipe.compile.prediction.operations import Part, Prices
-from maxpipe.compile.prediction.origins import Origin
+from maxpipe.compile.prediction.origins import ALL_ROWS, Origin
 from maxpipe.compile.prediction.predict import collectives_of, guessed_seconds, parts_of, unknowns
 from maxpipe.compile.prediction.prediction import Prediction
+from maxpipe.compile.prediction.unit_times import times_taken
 from maxpipe.compile.prediction.walk import OUTSIDE
 from maxpipe.devices.chips import CHIPS, chip_of
 
@@ -43,12 +44,39 @@ def states(flops, moved):
     )
 
 
+def called(op_name):
+    return f'metadata={{op_name="jit(train_step)/{op_name}"}}'
+
+
 def gmm(rows):
     return f', metadata={{op_name="jit(sparse_rows_{rows})/jit(gmm)/pallas_call"}}'
 
 
 def nanoseconds(seconds):
     return pytest.approx(seconds * NANOSECOND)
+
+
+def test_rows_beyond_a_usual_share_take_no_time_and_stay_in_their_phase():
+    # The partitioner renames the conditional; phases share what it runs, named after one of them.
+    usual = "shard_map/jit(usual_rows)/cond"
+    inside = called(f"phase_2/{usual}/branch_1_fun/jit(sparse_rows_1_of_2)/while/body/cond")
+    rows = {
+        called('phase_1/while/body/head/cond" stack_frame_id=2')[:-2]: called(
+            "shard_map/conditional.3"
+        ),
+        "exponential(%x.1), ": f"exponential(%x.1), {inside}, ",
+        "negate(%x.2), ": f"negate(%x.2), {inside.replace('branch_1', 'branch_0')}, ",
+    }
+    timeline = walked(edited(PROGRAM, rows), partial(times_taken, [], 1.0))
+    assert timeline.seconds == nanoseconds(3 * (TICK + 2) + OUTSIDE_LOOPS)
+    assert timeline.conditionals[0][:4] == (ALL_ROWS, "phase_1", 3, 0)
+    (spent,) = (s for s in timeline.spent if s.name == "head.idle")
+    assert (spent.place.phase, spent.place.runs) == ("phase_1", 3)
+    # A conditional within the rows is taken.
+    assert (
+        times_taken([], 1.0, Origin(f"jit(train_step)/{usual}/branch_1_fun/while/body/cond"), 7)
+        == 7
+    )
 
 
 def test_walk_multiplies_loops_and_counts_only_what_computation_waits_for():

@@ -74,14 +74,14 @@ def of_one_device():
     return value_and_gradients_of(experts_with(layout, Blocks.multiply, gate_up))
 
 
-def experts_of_a_device(*, usual=False):
+def experts_of_a_device(multiply=Blocks.multiply, *, usual=False):
     layout = layout_for(Blocks.layout, MOE, DEVICES, usual=usual)
-    return experts_with(layout, Blocks.multiply, gate_up)
+    return experts_with(layout, multiply, gate_up)
 
 
-def either_rows(monkeypatch, usual):
+def either_rows(monkeypatch, usual, always):
     monkeypatch.setattr(imbalance, "_LEAST", 0)
-    return imbalance.for_imbalance(usual, experts_of_a_device(), MOE, DEVICES)
+    return imbalance.for_imbalance(usual, always, MOE, DEVICES)
 
 
 @pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
@@ -92,7 +92,7 @@ def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     experts = experts_of_a_device()
     if has_usual_rows:
-        experts = either_rows(monkeypatch, experts_of_a_device(usual=True))
+        experts = either_rows(monkeypatch, experts_of_a_device(usual=True), experts)
     split = value_and_gradients_of(over_devices(dispatch(experts)))
     for choice in (any_experts, the_same_experts, few_of_any):
         x, chosen, combine, weights = operands(choice)
@@ -103,7 +103,11 @@ def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
 
 def test_a_device_has_rows_for_a_usual_share_until_it_gets_more(monkeypatch):
     always, few = experts_of_a_device(), experts_of_a_device(usual=True)
-    either = either_rows(monkeypatch, lambda *operands: 2 * few(*operands))  # shows what has run
+
+    def doubled(*operands):  # shows what has run
+        return 2 * few(*operands)
+
+    either = either_rows(monkeypatch, doubled, always)
 
     def sums(experts):
         return jax.value_and_grad(lambda *a: jnp.sum(experts(*a)), argnums=(0, 2, 3))
@@ -143,11 +147,16 @@ def test_blocks_without_rows_of_this_device_are_not_multiplied():
     assert jnp.array_equal(jax.vmap(over_stages)(*stacked)[0], product)
 
 
-def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones():
+@pytest.mark.parametrize("has_usual_rows", [False, True])
+def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(
+    has_usual_rows, monkeypatch
+):
     tokens, width = 512, 64
-    layout = layout_for(Blocks.layout, MOE, DEVICES)
     multiply = sparse(Blocks.multiply, DEVICES)
-    split = over_devices(ring(experts_with(layout, multiply, gate_up)))
+    experts = experts_of_a_device(multiply)
+    if has_usual_rows:
+        experts = either_rows(monkeypatch, experts_of_a_device(multiply, usual=True), experts)
+    split = over_devices(ring(experts))
     shape = (EXPERTS, width, width)
     weights = ExpertWeights(*(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)))
     x, combine = (jax.ShapeDtypeStruct((4, tokens, n), jnp.float32) for n in (width, PER_TOKEN))
