@@ -15,7 +15,7 @@ from maxpipe.model.experts.imbalance import USUAL_CALL
 # Scopes that the programs name, the innermost of which says what an operation belongs to.
 SCOPES = ("attention", "mlp", "layer", "head", "embedding", "optimizer", "transfer")
 # Parts of the pipeline, for operations in none of these scopes, such as a gather of weights.
-ALL_ROWS = "rows of experts beyond a usual share"
+ALL_ROWS = "uneven experts"
 PIPELINE_SCOPES = ("forward", "backward", "weight_gradients", "stage")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
