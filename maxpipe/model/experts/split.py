@@ -9,6 +9,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
@@ -16,7 +17,8 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.config.terminal import Note
 from maxpipe.model.experts.capacity import layout_for
-from maxpipe.model.experts.dispatch import Layout, Places
+from maxpipe.model.experts.dispatch import Layout as RowLayout
+from maxpipe.model.experts.dispatch import Places
 from maxpipe.model.experts.exchange import choose_dispatch, sparse
 from maxpipe.model.experts.imbalance import for_imbalance
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
@@ -33,10 +35,12 @@ class Kernel(Protocol):
 
     def unfit(self, config: ModelConfig) -> str: ...
 
-    def layout(self, num_assignments: int, num_experts: int, most: int | None = None) -> Layout: ...
+    def layout(
+        self, num_assignments: int, num_experts: int, most: int | None = None
+    ) -> RowLayout: ...
 
     def multiply(
-        self, rows: jax.Array, weights: jax.Array, places: Places, layout: Layout
+        self, rows: jax.Array, weights: jax.Array, places: Places, layout: RowLayout
     ) -> jax.Array: ...
 
 
@@ -84,7 +88,22 @@ def build_experts(
             experts = for_imbalance(of_usual, experts, config.moe, devices)
         dispatch = DISPATCHES[choose_dispatch(config.moe, devices, platform, note)]
         experts = implementation(dispatch)(experts)
+    if config.gating == "separate":
+        experts = row_major(experts)
     return per_device(experts, rules, always=name != EVERYWHERE)
+
+
+def row_major(experts: ExpertsFn) -> ExpertsFn:
+    """Return `experts` with tokens laid out row by row, which spares TPUs copies around them."""
+    rows = Layout(major_to_minor=(0, 1, 2))
+
+    def run(
+        x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
+    ) -> jax.Array:
+        y = experts(with_layout_constraint(x, rows), choice, combine, weights)
+        return with_layout_constraint(y, rows)
+
+    return run
 
 
 def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> ExpertsFn:

@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.engines import make_mesh, tiny
 
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ROUTERS
-from maxpipe.model.experts.mixture import MixtureOfExperts
+from maxpipe.config.terminal import ignore_note
+from maxpipe.model.experts.mixture import ExpertWeights, MixtureOfExperts
 from maxpipe.model.experts.router import route
+from maxpipe.model.experts.split import build_experts
 from maxpipe.model.layers import COUNTS, EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import init_params, split_module
 from maxpipe.model.program import ModelProgram
 from maxpipe.plan.jaxpr_flops import program_flops
+from maxpipe.sharding.rules import AxisRules
 
 ROWS, LENGTH, EMBED, WIDTH, EXPERTS, PER_TOKEN = 3, 10, 12, 8, 5, 2
 
@@ -234,3 +238,16 @@ def test_flops_are_within_a_third_of_those_of_chosen_experts():
     router = 2 * EMBED * model.moe.experts
     active = 3 * x.shape[0] * x.shape[1] * (routed + router)
     assert active <= flops <= 1.3 * active
+
+
+@pytest.mark.parametrize(("gating", "count"), [("fused", 0), ("separate", 2)])
+def test_tokens_of_experts_are_row_major_with_separate_gating(gating, count):
+    config = tiny(f"gating={gating} fsdp=2 moe.experts=4 moe.per_token=2")
+    rules = AxisRules(config.sharding.logical_axis_rules, make_mesh(config))
+    experts = build_experts(config.model, rules, "cpu", ignore_note)
+    embed, width = config.model.embed_dim, config.model.expert_dim
+    x, choice = jnp.zeros((2, 8, embed)), jnp.zeros((2, 8, 2), jnp.int32)
+    up = jnp.zeros((4, embed, width))
+    weights = ExpertWeights(up, up, up.swapaxes(1, 2))
+    traced = jax.make_jaxpr(experts)(x, choice, choice.astype(jnp.float32), weights)
+    assert str(traced).count("layout_constraint[") == count
