@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, RematPolicy
 from maxpipe.config.sections import Config
+from maxpipe.model.experts.imbalance import gains_by_usual_rows
 from maxpipe.model.kernels.choose import EVERYWHERE
 from maxpipe.model.kernels.splash import filled
 from maxpipe.model.layer_facts import visible_share
@@ -82,8 +83,7 @@ def layer_costs(config: Config, platform: str) -> LayerCosts:
         results=layer.result_width,
         made=layer.result_width + scores,
         elementwise=layer.elementwise_width - layer.gathered_width,
-        # A device sums rows for the tokens of all devices that share experts.
-        rows=layer.gathered_width + (sharing - 1) * model.moe.per_token * model.embed_dim,
+        rows=layer.gathered_width + _empty_rows(config) * model.embed_dim,
         key_values=layer.key_value_width,
         working=layer.result_width
         + layer.elementwise_width
@@ -91,6 +91,18 @@ def layer_costs(config: Config, platform: str) -> LayerCosts:
         + layer.widest_gradients
         + 2 * exchanged,
     )
+
+
+def _empty_rows(config: Config) -> int:
+    """Return the rows of a token that a device sums for others, if there are rows for all choices.
+
+    Where a layer has a second program for a usual share, they are left out.
+    """
+    moe, sharing = config.model.moe, config.mesh.size(EXPERT_AXIS)
+    choice = sharing, config.data.sequence_length, moe.per_token  # of one sequence a device
+    if sharing == 1 or gains_by_usual_rows(choice, moe.experts // sharing, moe, sharing):
+        return 0
+    return (sharing - 1) * moe.per_token
 
 
 def _kernel_share(config: Config, on_tpus: bool) -> float:

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from helpers.engines import tiny
 
 from maxpipe.config.sections import LoRAConfig, MLAConfig, ModelConfig, MoEConfig
 from maxpipe.plan.flops import (
@@ -9,6 +10,7 @@ from maxpipe.plan.flops import (
     parameter_count,
     trained_parameter_count,
 )
+from maxpipe.plan.layer_costs import layer_costs
 from maxpipe.plan.layer_trace import trace_model
 
 TINY = ModelConfig(
@@ -112,3 +114,9 @@ def test_latent_attention_counts_its_products_and_the_widths_of_scores_and_value
     scores_and_values = 2 * 4 * (4 + 2 + 7) * (64 / 2)
     weights = 3 * layer + 32 * 8
     assert model_flops_per_token(model, 64) == 6 * weights + 3 * 3 * scores_and_values
+
+
+def test_rows_for_others_tokens_count_only_where_a_layer_has_no_second_program():
+    words = "expert=4 moe.experts=8 moe.per_token=2 sequence_length=1024 moe.capacity_factor="
+    usual, all_rows = (layer_costs(tiny(f"{words}{factor}"), "tpu") for factor in (0, 1.25))
+    assert all_rows.rows - usual.rows == 3 * 2 * tiny().model.embed_dim

@@ -27,6 +27,14 @@ Result = TypeVar("Result")
 Operands = tuple[jax.Array, jax.Array, jax.Array, ExpertWeights]  # as `ExpertsFn` takes them
 
 
+def gains_by_usual_rows(
+    choice: tuple[int, ...], num_experts: int, moe: MoEConfig, devices: int
+) -> bool:
+    """Return whether a second program is worth it; the first two arguments are a `LayoutFn`'s."""
+    most = most_assignments(choice, num_experts, moe)
+    return most >= max(_LEAST, _GAIN * usual_assignments(choice, devices))
+
+
 def for_imbalance(usual: ExpertsFn, always: ExpertsFn, moe: MoEConfig, devices: int) -> ExpertsFn:
     """Return experts that run `usual` if its rows suffice, else `always`.
 
@@ -77,8 +85,7 @@ def for_imbalance(usual: ExpertsFn, always: ExpertsFn, moe: MoEConfig, devices: 
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
     ) -> jax.Array:
-        most = most_assignments(choice.shape, weights.gate.shape[0], moe)
-        is_worth = most >= max(_LEAST, _GAIN * usual_assignments(choice.shape, devices))
+        is_worth = gains_by_usual_rows(choice.shape, weights.gate.shape[0], moe, devices)
         return (either if is_worth else always)(x, choice, combine, weights)
 
     return run
