@@ -10,6 +10,7 @@ from maxpipe.plan.flops import (
     parameter_count,
     trained_parameter_count,
 )
+from maxpipe.plan.footprint import layer_of
 from maxpipe.plan.layer_costs import layer_costs
 from maxpipe.plan.layer_trace import trace_model
 
@@ -118,5 +119,7 @@ def test_latent_attention_counts_its_products_and_the_widths_of_scores_and_value
 
 def test_rows_for_others_tokens_count_only_where_a_layer_has_no_second_program():
     words = "expert=4 moe.experts=8 moe.per_token=2 sequence_length=1024 moe.capacity_factor="
-    usual, all_rows = (layer_costs(tiny(f"{words}{factor}"), "tpu") for factor in (0, 1.25))
-    assert all_rows.rows - usual.rows == 3 * 2 * tiny().model.embed_dim
+    for factor, empty in ((0, 0), (1.25, 3 * 2)):
+        config = tiny(f"{words}{factor}")
+        others = layer_costs(config, "tpu").rows - layer_of(config).gathered_width
+        assert others == empty * config.model.embed_dim
