@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import with_layout_constraint
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.config.sections.model_parts import PROJECTIONS
@@ -12,6 +12,7 @@ from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
 from maxpipe.model.latent_attention import LatentAttention
 from maxpipe.model.layers import (
+    ROW_MAJOR,
     AuxiliaryLosses,
     DropFn,
     GatedMLP,
@@ -24,8 +25,6 @@ from maxpipe.model.layers import (
 ATTENTION = 0
 MLP = 1
 ADAPTERS = 2  # number of the first of `PROJECTIONS`
-
-ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
 
 
 class LlamaBlock(nnx.Module):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout
 from jax.typing import DTypeLike
 
 from maxpipe.config.sections import LoRAConfig, ModelConfig
@@ -25,6 +26,8 @@ AuxiliaryLosses: TypeAlias = dict[str, jax.Array]
 # and [N]. They are added up like losses, but have no gradient.
 EXPERT_LOAD, EXPERT_DROPS = "expert_load", "expert_drops"
 COUNTS = (EXPERT_LOAD, EXPERT_DROPS)
+
+ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))  # of activations [B, T, D], for TPUs
 
 
 class SideInputs(NamedTuple):

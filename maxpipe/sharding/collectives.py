@@ -18,7 +18,7 @@ from jax.dtypes import float0
 
 # Up to so many devices send each other their parts of a bfloat16 sum, in half the bytes of a sum on
 # the way, which is float32. Among more, each link would carry too much.
-FEW = 4
+FEW_DEVICES = 4
 CONTEXT_AXIS = "context"
 EXPERT_AXIS = "expert"
 
@@ -33,7 +33,7 @@ def gathered(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
 def summed(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
     """Return the sum of all devices' arrays for this device's entries, n L -> L."""
     devices = lax.axis_size(axis_name)
-    if x.dtype.itemsize < 4 and devices <= FEW:
+    if x.dtype.itemsize < 4 and devices <= FEW_DEVICES:
         parts = lax.all_to_all(x, axis_name, dimension, dimension, tiled=True)
         first, *others = jnp.split(parts, devices, dimension)
         # TPUs add arrays five times as fast as they sum over a dimension of one.

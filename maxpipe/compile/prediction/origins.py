@@ -15,8 +15,9 @@ from maxpipe.model.experts.imbalance import USUAL_CALL
 # Scopes that the programs name, the innermost of which says what an operation belongs to.
 SCOPES = ("attention", "mlp", "layer", "head", "embedding", "optimizer", "transfer")
 # Parts of the pipeline, for operations in none of these scopes, such as a gather of weights.
-ALL_ROWS = "uneven experts"
 PIPELINE_SCOPES = ("forward", "backward", "weight_gradients", "stage")
+# Scope of the conditional that chooses between experts' rows for a usual share and for all.
+ALL_ROWS = "uneven experts"
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -43,10 +44,7 @@ class Origin(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Return the innermost of `SCOPES`, else of `PIPELINE_SCOPES`; "" if there is none.
-
-        The conditional that chooses between rows for a usual share and all is `ALL_ROWS`.
-        """
+        """Return `ALL_ROWS`, or the innermost of `SCOPES`, else of `PIPELINE_SCOPES`; else ""."""
         if self.op_name.removesuffix("/cond").endswith(f"jit({USUAL_CALL})"):
             return ALL_ROWS
         inner_first = self.words[::-1]

@@ -20,10 +20,10 @@ from maxpipe.model.experts.dispatch import Layout
 
 # (shape (B, T, k) of the choice of all devices' sequences, experts of this device) -> layout
 LayoutFn = Callable[[tuple[int, ...], int], Layout]
-# Assignments that one of several devices usually gets at most, as a multiple of its even share.
-_USUAL = 1.5
 # (expected assignments, experts, largest possible number of assignments) -> layout
 KernelLayout = Callable[[int, int, int], Layout]
+# Assignments that one of several devices usually gets at most, as a multiple of its even share.
+_USUAL = 1.5
 
 
 def capacity(moe: MoEConfig, length: int) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
@@ -17,13 +17,12 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.config.terminal import Note
 from maxpipe.model.experts.capacity import layout_for
-from maxpipe.model.experts.dispatch import Layout as RowLayout
-from maxpipe.model.experts.dispatch import Places
+from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.exchange import choose_dispatch, sparse
 from maxpipe.model.experts.imbalance import for_imbalance
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
-from maxpipe.model.layers import gating
+from maxpipe.model.layers import ROW_MAJOR, gating
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
 
@@ -35,12 +34,10 @@ class Kernel(Protocol):
 
     def unfit(self, config: ModelConfig) -> str: ...
 
-    def layout(
-        self, num_assignments: int, num_experts: int, most: int | None = None
-    ) -> RowLayout: ...
+    def layout(self, num_assignments: int, num_experts: int, most: int | None = None) -> Layout: ...
 
     def multiply(
-        self, rows: jax.Array, weights: jax.Array, places: Places, layout: RowLayout
+        self, rows: jax.Array, weights: jax.Array, places: Places, layout: Layout
     ) -> jax.Array: ...
 
 
@@ -95,13 +92,12 @@ def build_experts(
 
 def row_major(experts: ExpertsFn) -> ExpertsFn:
     """Return `experts` with tokens laid out row by row, which spares TPUs copies around them."""
-    rows = Layout(major_to_minor=(0, 1, 2))
 
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
     ) -> jax.Array:
-        y = experts(with_layout_constraint(x, rows), choice, combine, weights)
-        return with_layout_constraint(y, rows)
+        y = experts(with_layout_constraint(x, ROW_MAJOR), choice, combine, weights)
+        return with_layout_constraint(y, ROW_MAJOR)
 
     return run
 

@@ -16,7 +16,7 @@ from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.traffic import layer_traffic, once_seconds
-from maxpipe.sharding.collectives import EXPERT_AXIS, FEW
+from maxpipe.sharding.collectives import EXPERT_AXIS, FEW_DEVICES
 
 # Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
 _BACKWARD = 3.5
@@ -218,11 +218,11 @@ def _activation_waits(sizes: BlockSizes, costs: LinkCosts) -> tuple[Number, Numb
     keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * others * costs.of("context")
     keys = (1.0 - sizes.in_ring) * keys
     sharing, wide = grid.size(EXPERT_AXIS), FLOAT32 / sizes.itemsize
-    exchanged = activations * (1 + np.where(sharing > FEW, wide, 1))
+    exchanged = activations * (1 + np.where(sharing > FEW_DEVICES, wide, 1))
     exchanged = exchanged * (sharing - 1) * costs.of(EXPERT_AXIS)
     again = summed + exchanged
     keys_backward = keys * (
-        np.where(others >= FEW, wide, 1) + np.greater(sizes.saving.recomputed, 0)
+        np.where(others >= FEW_DEVICES, wide, 1) + np.greater(sizes.saving.recomputed, 0)
     )
     return again + keys, again * (1 + sizes.saving.recomputed) + keys_backward
 

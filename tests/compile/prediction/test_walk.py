@@ -73,10 +73,8 @@ def test_rows_beyond_a_usual_share_take_no_time_and_stay_in_their_phase():
     (spent,) = (s for s in timeline.spent if s.name == "head.idle")
     assert (spent.place.phase, spent.place.runs) == ("phase_1", 3)
     # A conditional within the rows is taken.
-    assert (
-        times_taken([], 1.0, Origin(f"jit(train_step)/{usual}/branch_1_fun/while/body/cond"), 7)
-        == 7
-    )
+    block = Origin(f"jit(train_step)/{usual}/branch_1_fun/while/body/cond")
+    assert times_taken([], 1.0, block, 7) == 7
 
 
 def test_walk_multiplies_loops_and_counts_only_what_computation_waits_for():
