@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
 
+pytestmark = pytest.mark.same_rounding
 STAGES = {"mesh.ici.stage": 2}
 MPMD = {"pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [5, 3]}
 LAYOUTS = {
