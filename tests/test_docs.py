@@ -98,6 +98,7 @@ SCRIPTS = {
     f"{BENCHMARK}/predict_maxtext.py": ["--help"],
     f"{BENCHMARK}/replicas.py": ["--help"],
     f"{BENCHMARK}/run.py": ["--list"],
+    f"{BENCHMARK}/tables.py": ["--help"],
     f"{BENCHMARK}/read_weights.py": ["--layers=2", "--width=64", "--vocabulary=320"],
     "examples/gpipe.py": ["--help"],
     "examples/own_model_mpmd.py": ["--help"],

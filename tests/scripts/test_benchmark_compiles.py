@@ -4,15 +4,17 @@ import math
 
 import pytest
 from helpers.hand_timed import BASIS, CONSTANTS
-from helpers.scripts import load_script
+from helpers.scripts import SCRIPTS, load_script
 
 from maxpipe.compile.prediction.operations import Part
 from maxpipe.compile.prediction.prediction import Prediction, Speed
+from maxpipe.config import load, resolve
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import names_in
 from maxpipe.plan.search.candidate import Proof
 
 predict = load_script("benchmark/predict")
+tables = load_script("benchmark/tables")
 tune_flags = load_script("benchmark/tune_flags")
 PARTS = dict.fromkeys(Part, 0.125) | {Part.MATRIX_PRODUCTS: 0.5}
 PREDICTED = Prediction(1.0, BASIS, PARTS, bubble=0.1, speed=Speed(1.0, 0.4)).as_json()
@@ -80,3 +82,10 @@ def test_tune_flags_combines_sets_that_fit_and_gain_and_prints_the_fastest_for_a
     with pytest.raises(SystemExit, match="2"):
         tune_flags.main(["base"])
     assert "config error: compile.topology: name TPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted({*tables.TABLES} - {"whole_mixtures"}))  # presets
+def test_configurations_of_a_table_are_legal_on_eight_chips(name):
+    for words in tables.TABLES[name]:
+        config, *overrides = words.split()
+        resolve(load(str(SCRIPTS.parent / config), overrides), 8)
