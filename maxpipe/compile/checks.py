@@ -94,7 +94,7 @@ def check_slice(topology: str) -> None:
 def check_libtpu() -> None:
     """Refuse a libtpu that is newer than the one that the installed JAX pins.
 
-    JAX cannot read what it compiles, which would show only when the compiler has finished.
+    JAX cannot read some of what it compiles, which shows only when the compiler has finished.
     """
     try:
         installed = metadata.version("libtpu")
@@ -106,7 +106,7 @@ def check_libtpu() -> None:
         ours, theirs = ([int(n) for n in re.findall(r"\d+", v)] for v in (installed, wanted))
         if ours[: len(theirs)] > theirs:
             jax, remedy = metadata.version("jax"), f"pip install 'libtpu=={wanted}.*'"
-            message = f"jax {jax} cannot read what libtpu {installed} compiles: {remedy}"
+            message = f"jax {jax} cannot read all that libtpu {installed} compiles: {remedy}"
             raise ConfigError(Problem(TOPOLOGY, message))
 
 
