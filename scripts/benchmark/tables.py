@@ -1,10 +1,10 @@
 """Predict the programs of docs/benchmarks.md anew, a table each, without a chip.
 
     python scripts/benchmark/tables.py [weights_in_steps weights_prepared_once residual_stream
-        mixtures whole_mixtures] [--python PYTHON]
+        mixtures whole_mixtures]
 
-PYTHON has maxpipe's dependencies and libtpu. All tables take about an hour on two cores.
-`predict_maxtext.py` prints the one next to MaxText.
+Needs libtpu. A program takes one to several minutes; `predict_maxtext.py` prints the table next to
+MaxText.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import predict
 
 V5P = "compile.topology=v5p:2x2x2"
 V6E = "compile.topology=v6e:2x4"
-V5E = "compile.topology=v5e:2x4"
 BFLOAT16 = "model.dtype=bfloat16 eval.every=0"
 TOKENS = f"data.sequence_length=2048 data.global_batch_size=32 {BFLOAT16}"
 LONG = f"data.sequence_length=8192 data.global_batch_size=16 {BFLOAT16}"
@@ -52,7 +51,8 @@ TENSOR = (
 )
 EIGHT_ONCE = f"{EIGHT} pipeline.num_repeats=1 pipeline.num_microbatches=16 {V5P}"
 EIGHT_TWICE = f"{EIGHT} {V5P} pipeline.num_repeats=2 pipeline.schedule=lockstep_1f1b"
-PAIR = "mesh.ici.stage=2 mesh.ici.fsdp"
+PAIR = "mesh.ici.stage=2 mesh.ici.fsdp=4"
+EXPERTS = "mesh.ici.stage=2 mesh.ici.fsdp=1 mesh.ici.expert=4"
 
 
 def each(configurations: Sequence[str], key: str, values: Sequence[str]) -> list[str]:
@@ -64,7 +64,7 @@ TABLES = {
         [
             f"{FIRST} {TOKENS} {FOUR.format('lockstep_1f1b')} {chips} "
             "pipeline.fsdp_gather=per_iteration"
-            for chips in (V5P, V6E, V5E)
+            for chips in (V5P, V6E, "compile.topology=v5e:2x4")
         ],
         "pipeline.fsdp_prefetch",
         ("false", "true"),
@@ -90,9 +90,9 @@ TABLES = {
     "mixtures": [
         f"{QWEN3.format(1, 2)} mesh.ici.fsdp=8",
         f"{QWEN3.format(1, 2)} mesh.ici.fsdp=2 mesh.ici.expert=4",
-        f"{QWEN3.format(2, 4)} {PAIR}=4 pipeline.schedule=lockstep_1f1b",
-        f"{QWEN3.format(2, 4)} {PAIR}=1 mesh.ici.expert=4 pipeline.schedule=lockstep_1f1b",
-        f"{QWEN3.format(2, 8)} {PAIR}=4 pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
+        f"{QWEN3.format(2, 4)} {PAIR} pipeline.schedule=lockstep_1f1b",
+        f"{QWEN3.format(2, 4)} {EXPERTS} pipeline.schedule=lockstep_1f1b",
+        f"{QWEN3.format(2, 8)} {PAIR} pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
     ],
     "whole_mixtures": [
         f"configs/models/{name}.yml" for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
@@ -106,14 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--python", default=sys.executable, help="compiles (this one)")
     options = parser.parse_args(argv)
     if unknown := set(options.tables) - set(TABLES):
         parser.error(f"no table {min(unknown)}; there are: {', '.join(TABLES)}")
     code = 0
     for name in options.tables or TABLES:
         print(f"\n{name}", flush=True)
-        code |= predict.main([*TABLES[name], "--python", options.python])
+        code |= predict.main(TABLES[name])
     return code
 
 
