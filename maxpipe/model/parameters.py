@@ -127,7 +127,7 @@ def init_params(specs: Params, key: jax.Array) -> Params:
     """Draw initial values for a tree of specs, each leaf from (key, path)."""
 
     def init(path: KeyPath, spec: ParamSpec) -> jax.Array:
-        return _init_leaf(spec, None, key, _number_of(path))
+        return _values(spec, _keys(key, _number_of(path), None))
 
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
 
@@ -145,7 +145,7 @@ def init_layers(specs: Params, key: jax.Array, layer_index: jax.Array) -> Params
     """
 
     def init(path: KeyPath, spec: ParamSpec) -> jax.Array:
-        return _init_leaf(spec, layer_index, key, _number_of(path))
+        return _values(spec, _keys(key, _number_of(path), layer_index))
 
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
 
@@ -160,29 +160,29 @@ def draw(
 
     def draw_leaf(path: KeyPath, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         plain = replace(spec, axes=(), keeps_dtype=False, frozen=False)
-        return _drawing(plain, sharding)(layer_index, key, _number_of(path))
+        return _drawing(plain, sharding)(_keys(key, _number_of(path), layer_index))
 
     return jax.tree_util.tree_map_with_path(draw_leaf, specs, shardings, is_leaf=_is_spec)
 
 
 @cache
 def _drawing(spec: ParamSpec, sharding: NamedSharding) -> Callable[..., jax.Array]:
-    return jax.jit(partial(_init_leaf, spec), out_shardings=sharding)
+    return jax.jit(partial(_values, spec), out_shardings=sharding)
 
 
-def _init_leaf(
-    spec: ParamSpec, layer_index: jax.Array | None, key: jax.Array, number: np.uint32
-) -> jax.Array:
-    """Draw one parameter's values, of all layers if there are any, from the number of its path."""
+@jax.jit
+def _keys(key: jax.Array, number: np.uint32, layer_index: jax.Array | None) -> jax.Array:
+    """Return the key of a parameter from the number of its path, or those of all its layers."""
     leaf_key = jax.random.fold_in(key, number)
     if layer_index is None:
-        return spec.init(leaf_key)
+        return leaf_key
+    fold = partial(jax.random.fold_in, leaf_key)
+    return jax.lax.map(fold, layer_index.reshape(-1)).reshape(layer_index.shape)
 
-    def init_one(index: jax.Array) -> jax.Array:
-        return spec.init(jax.random.fold_in(leaf_key, index))
 
-    flat = jax.lax.map(init_one, layer_index.reshape(-1))  # [layers, *spec.shape]
-    return flat.reshape(*layer_index.shape, *spec.shape)  # as `layer_index` is arranged
+def _values(spec: ParamSpec, keys: jax.Array) -> jax.Array:
+    """Draw one parameter's values, of as many layers as there are keys."""
+    return jax.lax.map(spec.init, keys.reshape(-1)).reshape(*keys.shape, *spec.shape)
 
 
 _OUTER_AXES = dict.fromkeys(("embed", "expert_embed", "latent"), "outer_embed")
