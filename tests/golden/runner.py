@@ -13,16 +13,12 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.metadata import version
 from pathlib import Path
+
+from helpers.quick_compile import QUICK_COMPILE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# What makes kernels quick takes most of the time and has no part in what is compared.
-XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-# Later versions end the process at a flag that they no longer have.
-if version("jaxlib").startswith("0.10."):
-    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 # Variables of the caller that could change a result, or how processes find each other.
 _FOREIGN = ("JAX_", "XLA_", "PJRT_", "NPROC", "LIBTPU_", "SLURM_", "OMPI_", "MAXPIPE_", "TPU_")
 
@@ -48,13 +44,14 @@ def log_of(name: str, directory: Path) -> str:
 
 def environment() -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
-    path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+    paths = [str(ROOT), str(ROOT / "tests"), inherited.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, paths))
     return inherited | {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "NPROC": "64",  # how many threads share a matrix product may change its last bits
-        "XLA_FLAGS": " ".join(XLA_FLAGS),
+        "XLA_FLAGS": " ".join(QUICK_COMPILE),
     }
 
 
