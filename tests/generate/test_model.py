@@ -22,7 +22,8 @@ PROMPT = "def f("
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     words = write_config(tmp_path_factory.mktemp("model"), steps=2, checkpoint="{every: 1}")
-    words += ["mesh.simulated_devices=8", "mesh.ici.fsdp=4", "optimizer.learning_rate=0.05"]
+    words += ["mesh.simulated_devices=8", "mesh.ici.stage=1", "mesh.ici.fsdp=8"]
+    words += ["optimizer.learning_rate=0.05"]
     run = maxpipe.Run(maxpipe.load_config(*words))
     run.train()
     return run

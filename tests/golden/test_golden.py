@@ -11,7 +11,7 @@ from golden.values import above, differences
 
 # Others, which CI adds, have the engine of one of these.
 QUICK = {
-    *("sequential", "circular_per_repeat", "lockstep_1f1b_experts", "1f1b_uneven"),
+    *("sequential", "circular_per_repeat", "lockstep_1f1b_experts"),
     *("stored_scheduled", "stored_mpmd"),
 }
 

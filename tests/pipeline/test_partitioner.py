@@ -25,14 +25,12 @@ from maxpipe.training.trainer import SpmdTrainer
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yml"))
 WARNING = "full rematerialization"
-OPTIONS = (
-    "pipeline.schedule=circular pipeline.fsdp_gather=once mesh.ici.tensor=2",
-    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
-)
+OPTIONS = ("pipeline.schedule=circular pipeline.fsdp_gather=once mesh.ici.tensor=2",)
 FURTHER_OPTIONS = (
     "pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
     "pipeline.schedule=circular model.num_layers=6 pipeline.parallel_layers=4",
     "pipeline.schedule=circular mesh.ici.data=2",
+    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
     "pipeline.schedule=lockstep_1f1b mesh.ici.tensor=2",
     "pipeline.schedule=circular mesh.ici.context=2",
     "mesh.ici.stage=1 mesh.ici.tensor=2 mesh.ici.context=2 model.logit_tiles=4",

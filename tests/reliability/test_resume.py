@@ -87,7 +87,7 @@ def running_to(root, command, step):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["pipeline.schedule=circular"],
+        pytest.param(["pipeline.schedule=circular"], marks=pytest.mark.slow),
         ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=8"],
     ],
     ids=["circular", "sequential"],

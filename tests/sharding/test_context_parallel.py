@@ -82,10 +82,10 @@ def test_dot_product_of_parts_equals_the_full_sequence(count, options):
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (1, {}),
         (2, {"window": 60, "soft_cap": 2.0}),
-        (1, {"window": np.int32(60)}),
         (2, {"window": np.int32(2**30)}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"window": np.int32(60)}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -113,10 +113,12 @@ def test_layers_moments_steps_and_parameters_draw_apart():
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        ("engine=sequential fsdp=2", "adamw"),
         ("schedule=circular stage=2 fsdp=2 num_repeats=2", "muon"),
-        ("schedule=lockstep_1f1b stage=2", "lion"),
-        ("schedule=1f1b stage=2 layers_per_stage=[3,1]", "adamw"),
+        pytest.param(
+            "schedule=1f1b stage=2 layers_per_stage=[3,1]", "adamw", marks=pytest.mark.slow
+        ),
+        pytest.param("engine=sequential fsdp=2", "adamw", marks=pytest.mark.slow),
+        pytest.param("schedule=lockstep_1f1b stage=2", "lion", marks=pytest.mark.slow),
     ],
 )
 def test_run_resumes_to_the_bit(words, name):

@@ -61,18 +61,22 @@ def product_flops(hlo):
     return flops
 
 
+FIRST = [
+    ("fsdp=2 data=2 context=2 num_layers=8", 8),
+    ("fsdp=2 tensor=2", 4),
+    ("stage=2 fsdp=4 num_layers=2", None),  # some devices have nothing to do
+    # Experts stay where they are; a first dense layer lies over all stages.
+    (f"stage=2 fsdp=2 {EXPERTS}", None),
+]
+FURTHER = [
+    ("fsdp=4", 4),
+    ("stage=2 fsdp=2", 4),
+    (f"expert=2 fsdp=2 data=2 {EXPERTS}", None),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "share"),
-    [
-        ("fsdp=4", 4),
-        ("fsdp=2 data=2 context=2 num_layers=8", 8),
-        ("fsdp=2 tensor=2", 4),
-        ("stage=2 fsdp=2", 4),
-        ("stage=2 fsdp=4 num_layers=2", None),  # some devices have nothing to do
-        # Experts stay where they are; a first dense layer lies over all stages.
-        (f"expert=2 fsdp=2 data=2 {EXPERTS}", None),
-        (f"stage=2 fsdp=2 {EXPERTS}", None),
-    ],
+    ("words", "share"), [*FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)]
 )
 def test_devices_share_the_products_and_update_as_one_does(words, share):
     params, hlo = updated(words, on_mesh=True)
@@ -100,13 +104,18 @@ def losses_of_one_device():
     return losses("engine=sequential")
 
 
+SLOW = [
+    "schedule=circular stage=2 fsdp=2 num_repeats=2",
+    "schedule=gpipe stage=2 data=2",
+    "schedule=lockstep_1f1b stage=2 fsdp=2",
+]
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        "schedule=circular stage=2 fsdp=2 num_repeats=2",
-        "schedule=gpipe stage=2 data=2",
-        "schedule=lockstep_1f1b stage=2 fsdp=2",
         "schedule=1f1b stage=2 fsdp=2 layers_per_stage=[3,1]",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
 )
 def test_losses_are_those_of_one_device_on_every_engine(words, losses_of_one_device):

@@ -31,10 +31,10 @@ def words_of(tmp_path, *words):
     return command(tmp_path, *data, *evaluation, *words)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sequential", "scheduled")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("circular", "scheduled")]
 
 
-@pytest.mark.parametrize("engine", ["circular", "mpmd", *SLOW])
+@pytest.mark.parametrize("engine", ["sequential", "mpmd", *SLOW])
 def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path, capsys, engine):
     prompts = 'eval.prompts=["import os\\n","\\e[31mdef "]'
     assert train.main([*words_of(tmp_path, *ENGINES[engine]), prompts, "run_name=a"]) == 0
@@ -49,7 +49,7 @@ def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path,
         assert f"step 2/2  {shown}\n" in out
         assert f"eval/sample_{number}".encode() in events
         assert f"    {prompt}{text}".replace("\n", "\n    ").encode() in events
-    if engine == "circular":
+    if engine == "sequential":
         assert train.main([*words_of(tmp_path, *ENGINES[engine]), "run_name=b"]) == 0
         assert_same_run(tmp_path / "a", tmp_path / "b", 2)
 

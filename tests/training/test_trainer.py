@@ -33,7 +33,11 @@ def made(layout):
     return trainer, trainer.to_canonical(trainer.init(jax.random.key(7)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FIRST = ("sequential", "circular 2x2x2", "circular uneven", "mpmd")
+MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", MARKED)
 def test_canonical_state_is_that_of_one_device_and_round_trips_without_warnings_of_xla(
     layout, capfd
 ):

@@ -38,7 +38,10 @@ def begun(engine):
     return trainer, place, state
 
 
-@pytest.mark.parametrize("engine", ["circular", "scheduled", "mpmd"])
+SCHEDULED = pytest.param("scheduled", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("engine", ["circular", "mpmd", SCHEDULED])
 def test_checkpoint_of_one_engine_continues_on_the_other(engine):
     """Two steps on one and two on the other are four on either."""
     ends = []

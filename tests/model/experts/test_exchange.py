@@ -84,8 +84,17 @@ def either_rows(monkeypatch, usual, always):
     return imbalance.for_imbalance(usual, always, MOE, DEVICES)
 
 
-@pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
-@pytest.mark.parametrize("has_usual_rows", [False, True])
+@pytest.mark.parametrize(
+    ("dispatch", "has_usual_rows"),
+    [
+        (ring, False),
+        (all_to_all, True),
+        (ragged, True),
+        pytest.param(ring, True, marks=pytest.mark.slow),
+        pytest.param(all_to_all, False, marks=pytest.mark.slow),
+        pytest.param(ragged, False, marks=pytest.mark.slow),
+    ],
+)
 def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
     of_one_device, dispatch, has_usual_rows, monkeypatch
 ):

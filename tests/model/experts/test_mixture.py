@@ -96,9 +96,7 @@ def reference(model, params, x):
 
 
 OPTIONS = [
-    {"router": "softmax", "shared_experts": 2},
     {"router": "softmax", "normalise": False, "scale": 1.5},
-    {"router": "topk_softmax", "per_token": 3},
     {
         "router": "topk_softmax",
         "logit_bias": True,
@@ -108,12 +106,20 @@ OPTIONS = [
         "mlp_up_offset": 1.0,
     },
     {"router": "sigmoid", "scale": 2.5, "experts": 8, "per_token": 1},
-    {"router": "softmax", "per_token": 3, "capacity_factor": 1.0},
     {"router": "sigmoid", "per_token": 2, "capacity_factor": 0.5, "shared_experts": 1},
+]
+FURTHER = [
+    {"router": "softmax", "shared_experts": 2},
+    {"router": "topk_softmax", "per_token": 3},
+    {"router": "softmax", "per_token": 3, "capacity_factor": 1.0},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o['router']}-{len(o)}")
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS, *(pytest.param(options, marks=pytest.mark.slow) for options in FURTHER)],
+    ids=lambda o: f"{o['router']}-{len(o)}",
+)
 def test_values_losses_and_gradients_are_those_of_a_loop_over_experts(options):
     assert {of["router"] for of in OPTIONS} == set(ROUTERS)
     model = model_of(balance_loss=0.5, z_loss=0.25, **options)

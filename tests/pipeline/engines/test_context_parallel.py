@@ -10,6 +10,7 @@ from maxpipe.compile.collectives import find_collectives
 from maxpipe.compile.hlo import parse
 
 ENGINES = {"circular": "schedule=circular", "scheduled": "schedule=lockstep_1f1b num_repeats=2"}
+MARKED = ["scheduled", pytest.param("circular", marks=pytest.mark.slow)]
 
 
 @cache
@@ -22,7 +23,7 @@ def compiled(engine, strategy="gather"):
     return subject, {(c.kind, c.axes): c for c in found}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", MARKED)
 def test_keys_and_values_are_gathered_and_their_gradients_scattered(engine):
     _, found = compiled(engine)
     layers = 4 * 2 + 1  # M V + S - 1 units of one layer
@@ -43,7 +44,7 @@ def test_the_scheduled_engine_sums_gradients_over_parts_once():
     assert once <= summed < 2 * once  # tied embeddings twice
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", MARKED)
 def test_keys_and_values_go_around_a_ring_and_their_gradients_with_them(engine):
     _, found = compiled(engine, "ring")
     layers = 4 * 2 + 1

@@ -2,7 +2,8 @@
 
 Layouts are words as `helpers.engines.keys` reads them; pipelines have two stages and four
 microbatches unless their words say otherwise. The first layouts of a model run by default, those
-that differ little from them are marked `slow`.
+that differ little from them are marked `slow`; masks of dropout, which take as long to compile as
+all else, are drawn by default where engines draw them in different ways.
 """
 
 import math
@@ -53,13 +54,13 @@ MODELS = {
         "num_layers=2 dropout=0.2",
         default=[
             "engine=sequential num_microbatches=4",
-            "engine=sequential num_microbatches=16 remat_policy=minimal",
             "engine=sequential num_microbatches=2 fsdp=4 remat_policy=none",
-            "engine=sequential data=2 fsdp=2 tensor=2",
             # A chunk is one token; dropout masks belong to tokens, tiles of logits to devices.
             "engine=sequential num_microbatches=2 context=4 tensor=2 logit_tiles=2",
         ],
         slow=[
+            "engine=sequential data=2 fsdp=2 tensor=2",
+            "engine=sequential num_microbatches=16 remat_policy=minimal",
             "engine=sequential scan_layers=false remat_policy=minimal fsdp=4",
             "engine=sequential data=4 num_microbatches=4",
             "engine=sequential num_microbatches=2 fsdp=4 scan_layers=false",
@@ -69,16 +70,16 @@ MODELS = {
     "tied": Model(
         "num_layers=2 tie_embeddings=true",
         default=[
-            "schedule=1f1b context=2 fsdp=2 scan_layers_per_stage=false",
             "engine=sequential num_microbatches=2 tensor=4 context=2",  # more than key heads
             # Microbatches of parts in a program that is manual over fsdp.
             "schedule=circular num_microbatches=2 context=2 fsdp=2 fsdp_gather=once",
             "schedule=circular num_microbatches=2 fsdp=2 scan_iterations=false",
-            "schedule=lockstep_1f1b num_layers=4 num_repeats=2 context=2 fsdp=2",
             "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true delay_activation_forwarding=true "
             "remat_policy=minimal remat_cheap=false",
         ],
         slow=[
+            "schedule=1f1b context=2 fsdp=2 scan_layers_per_stage=false",
+            "schedule=lockstep_1f1b num_layers=4 num_repeats=2 context=2 fsdp=2",
             "engine=sequential num_microbatches=2 tensor=4",
             "schedule=circular num_microbatches=2 context=2 data=2 fsdp_gather=once",
             "schedule=circular num_layers=4 num_microbatches=2 fsdp=2 scan_iterations=false "
@@ -106,10 +107,11 @@ MODELS = {
     "outside": Model(
         "tie_embeddings=true num_layers=4 parallel_layers=2 dropout=0.2 block=balanced",
         default=[
-            "schedule=lockstep_1f1b outside_layers=before fsdp=2 data=2 fsdp_gather=once",
+            "schedule=lockstep_1f1b outside_layers=before fsdp=2 data=2 fsdp_gather=once dropout=0",
             "schedule=1f1b outside_layers=after",
         ],
         slow=[
+            "schedule=lockstep_1f1b outside_layers=before fsdp=2 data=2 fsdp_gather=once",
             # Of three rows, which two stages share, one of the second stage is padding.
             "schedule=lockstep_1f1b global_batch_size=12",
             "schedule=lockstep_1f1b global_batch_size=12 outside_layers=before "
@@ -146,11 +148,8 @@ MODELS = {
     "options": Model(
         "z_loss=0.01 logit_soft_cap=5.0 global_batch_size=48",
         default=[
-            REPEATS + "schedule=circular fsdp=2 fsdp_gather=per_repeat dropout=0.2 "
-            "remat_iterations=false remat_layers=true",
-            REPEATS + "schedule=circular data=2 fsdp_gather=once tie_embeddings=true qk_norm=true "
-            "attention_bias=true delay_activation_forwarding=true scan_layers_per_stage=false "
-            "scan_repeats=false remat_policy=none",
+            REPEATS + "schedule=circular fsdp=2 fsdp_gather=per_repeat remat_iterations=false "
+            "remat_layers=true",
             "engine=circular schedule=circular stage=1 num_microbatches=1 num_repeats=2 "
             "layers_per_stage=[1,2] parallel_layers=3 outside_layers=before data=2 fsdp=2 tensor=2 "
             "block=balanced logit_tiles=3 remat_policy=minimal_offloaded",
@@ -161,6 +160,11 @@ MODELS = {
             "remat_layers=true overlap_slots=true fsdp_gather=once",
         ],
         slow=[
+            REPEATS + "schedule=circular data=2 fsdp_gather=once tie_embeddings=true qk_norm=true "
+            "attention_bias=true delay_activation_forwarding=true scan_layers_per_stage=false "
+            "scan_repeats=false remat_policy=none",
+            REPEATS + "schedule=circular fsdp=2 fsdp_gather=per_repeat dropout=0.2 "
+            "remat_iterations=false remat_layers=true",
             "schedule=lockstep_zb num_layers_per_stage=2 num_microbatches=2 fsdp=2 tensor=2 "
             "fsdp_gather=once delay_activation_forwarding=true skip_idle=false "
             "remat_policy=minimal",
@@ -182,12 +186,12 @@ MODELS = {
     "mpmd": Model(
         "num_layers=5 z_loss=0.01 tie_embeddings=true dropout=0.2 global_batch_size=48",
         default=[
-            "schedule=1f1b layers_per_stage=[2,3] fsdp=2 tensor=2 num_microbatches=3 "
-            "remat_policy=none scan_layers_per_stage=true",
-            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] data=2 fsdp=2 "
+            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] data=2 fsdp=2 dropout=0 "
             "remat_policy=none fsdp_gather=once",
         ],
         slow=[
+            "schedule=1f1b layers_per_stage=[2,3] fsdp=2 tensor=2 num_microbatches=3 "
+            "remat_policy=none scan_layers_per_stage=true",
             "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] remat_policy=minimal",
             "schedule=1f1b num_layers=4 fsdp=2 tensor=2 fsdp_gather=once "
             "scan_layers_per_stage=true remat_policy=minimal",
@@ -201,8 +205,9 @@ MODELS = {
     ),
     "latent": Model(
         LATENT_WORDS + " num_layers=2",
-        default=["engine=sequential fsdp=2 tensor=2 context=2", "schedule=1f1b context=2 tensor=2"],
+        default=["schedule=1f1b context=2 tensor=2"],
         slow=[
+            "engine=sequential fsdp=2 tensor=2 context=2",
             "schedule=zb_v num_layers=4 num_repeats=2 context=2 tensor=2",
             "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "
             "outside_layers=before",
@@ -216,10 +221,10 @@ MODELS = {
         default=[
             "engine=sequential num_microbatches=2 context=4 tensor=2 remat_policy=minimal",
             "schedule=lockstep_1f1b context=4",
-            "schedule=circular context=2 fsdp=2 fsdp_gather=once",
-            "schedule=1f1b context=4 scan_layers_per_stage=false",
         ],
         slow=[
+            "schedule=1f1b context=4 scan_layers_per_stage=false",
+            "schedule=circular context=2 fsdp=2 fsdp_gather=once",
             "engine=sequential num_microbatches=2 context=2 tensor=4",  # more than key heads
             "engine=sequential num_microbatches=2 context=4 scan_layers=false remat_policy=none",
             "schedule=circular num_layers=4 num_repeats=2 context=4 fsdp_gather=per_repeat",
@@ -232,14 +237,18 @@ MODELS = {
     ),
     "lora": Model(
         "num_layers=2 lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
-        default=["schedule=lockstep_1f1b fsdp=2", "schedule=circular fsdp=2"],
-        slow=[
+        default=[
+            "schedule=lockstep_1f1b fsdp=2 lora.dropout=0",
             "engine=sequential num_microbatches=2 fsdp=2 tensor=2",
+        ],
+        slow=[
+            "schedule=circular fsdp=2",
             "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "
             "fsdp_gather=once tie_embeddings=true",
             "schedule=lockstep_1f1b num_layers=4 fsdp=2 parallel_layers=2 outside_layers=before",
             "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true",
             "schedule=lockstep_zb tensor=2 lora.targets=[query,value] remat_policy=minimal",
+            "schedule=lockstep_1f1b fsdp=2",
             "schedule=circular num_layers=4 num_repeats=2 fsdp=2 fsdp_gather=per_repeat",
             "schedule=circular fsdp=2 context=2 fsdp_gather=once",
             "schedule=1f1b tensor=2",
@@ -263,10 +272,10 @@ MODELS = {
     "experts": Model(
         "num_layers=2 moe.experts=6 " + LOSSES,
         default=[
-            "engine=sequential fsdp=2 tensor=2 context=2",
             "schedule=1f1b context=2 remat_policy=minimal",
         ],
         slow=[
+            "engine=sequential fsdp=2 tensor=2 context=2",
             "schedule=zb_v num_layers=4 num_repeats=2 context=2 remat_policy=minimal",
             "schedule=lockstep_1f1b num_layers=4 num_repeats=2 fsdp=2 tensor=2 "
             f"moe.shared_experts=1 {BIASES}",
@@ -282,9 +291,9 @@ MODELS = {
         default=[
             "schedule=lockstep_1f1b moe.dispatch=all_to_all tensor=2 moe.shared_experts=1 "
             + BIASES,
-            "schedule=circular moe.dispatch=ring fsdp=2",
         ],
         slow=[
+            "schedule=circular moe.dispatch=ring fsdp=2",
             "schedule=1f1b moe.dispatch=ring fsdp=2 fsdp_gather=once",
             "engine=sequential num_microbatches=1 moe.dispatch=all_to_all context=2 data=2",
             REPEATS + "schedule=circular moe.dispatch=all_to_all fsdp=2 fsdp_gather=once "

@@ -39,6 +39,7 @@ def config_of(words="", **values):
     return tiny(f"{common} stage=2 fsdp=2 global_batch_size={ROWS} {words}", **values)
 
 
+@pytest.mark.slow
 def test_sequences_over_an_axis_without_attention_across_it_equal_one_device():
     """XLA divides tokens over fsdp, for a device's own ones are not all that it attends to."""
     changes = {"activation_batch": ["data"], "activation_length": ["context", "fsdp"]}

@@ -10,6 +10,9 @@ from maxpipe.config.catalog import SCHEDULES
 STAGES, CHUNKS, MICROBATCHES = 2, 4, 5
 ROWS = 2 * MICROBATCHES
 NAMES = [name for name, schedule in SCHEDULES.items() if "mpmd" in schedule.engines]
+# One chunk and several, whole and split backwards, stages in a loop and in a V.
+FIRST = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
+MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in NAMES]
 
 
 def config_of(name):
@@ -32,7 +35,7 @@ def units_of(table, stage):
     return [unit for _, unit in sorted(units, key=itemgetter(0))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MARKED)
 def test_schedule_on_the_mpmd_engine_equals_one_device_in_the_order_of_its_table(name):
     config = config_of(name)
     mpmd, ran = MpmdUnderTest(config), [[] for _ in range(STAGES)]

@@ -65,7 +65,9 @@ def test_gradients_of_a_table_from_a_file_are_exact(table, words, tmp_path):
 @pytest.mark.parametrize(
     "rules",
     [
-        {"outer_embed": ["data", "fsdp"], "embed": ["data", "fsdp"]},
+        pytest.param(
+            {"outer_embed": ["data", "fsdp"], "embed": ["data", "fsdp"]}, marks=pytest.mark.slow
+        ),
         {"norm": ["fsdp"], "head_dim": ["tensor"], "heads": [], "kv_heads": []},
         pytest.param({"outer_embed": []}, marks=pytest.mark.slow),
         pytest.param({"outer_embed": ["fsdp", "stage"]}, marks=pytest.mark.slow),
