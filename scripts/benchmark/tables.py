@@ -59,16 +59,19 @@ def each(configurations: Sequence[str], key: str, values: Sequence[str]) -> list
     return [f"{words} {key}={value}" for words in configurations for value in values]
 
 
+# Four stages of rings of 2, 4, 8 and 16 devices, which have as many tokens each.
+CUBES, SQUARES = ("2x2x2", "2x2x4", "2x4x4", "4x4x4"), ("2x4", "4x4", "4x8", "8x8")
+RINGS = [
+    f"{FIRST} data.sequence_length=2048 data.global_batch_size={16 * size} {BFLOAT16} "
+    f"compile.topology={chip}:{slices[i]} mesh.ici.stage=4 mesh.ici.fsdp={size} "
+    "pipeline.num_repeats=2 pipeline.num_microbatches=8 pipeline.schedule=lockstep_1f1b "
+    "pipeline.fsdp_gather=per_iteration"
+    for i, size in enumerate((2, 4, 8, 16))
+    for chip, slices in (("v5p", CUBES), ("v6e", SQUARES), ("v5e", SQUARES))
+]
+
 TABLES = {
-    "weights_in_steps": each(
-        [
-            f"{FIRST} {TOKENS} {FOUR.format('lockstep_1f1b')} {chips} "
-            "pipeline.fsdp_gather=per_iteration"
-            for chips in (V5P, V6E, "compile.topology=v5e:2x4")
-        ],
-        "pipeline.fsdp_prefetch",
-        ("false", "true"),
-    ),
+    "weights_in_steps": each(RINGS, "pipeline.fsdp_prefetch", ("false", "true")),
     "weights_prepared_once": each(
         [
             f"{SECOND} {EIGHT_ONCE} pipeline.schedule=1f1b",
