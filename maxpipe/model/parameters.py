@@ -172,7 +172,7 @@ def _drawing(spec: ParamSpec, sharding: NamedSharding) -> Callable[..., jax.Arra
 
 @jax.jit
 def _keys(key: jax.Array, number: np.uint32, layer_index: jax.Array | None) -> jax.Array:
-    """Return the key of a parameter from the number of its path, or those of all its layers."""
+    """Return a parameter's key, from the number of its path, or one for each of `layer_index`."""
     leaf_key = jax.random.fold_in(key, number)
     if layer_index is None:
         return leaf_key
@@ -181,7 +181,7 @@ def _keys(key: jax.Array, number: np.uint32, layer_index: jax.Array | None) -> j
 
 
 def _values(spec: ParamSpec, keys: jax.Array) -> jax.Array:
-    """Draw one parameter's values, of as many layers as there are keys."""
+    """Draw one parameter's values [*keys.shape, *spec.shape], of a layer from each key."""
     return jax.lax.map(spec.init, keys.reshape(-1)).reshape(*keys.shape, *spec.shape)
 
 

@@ -38,7 +38,7 @@ QWEN3 = (
 
 EIGHT = "mesh.ici.stage=8 mesh.ici.fsdp=1"
 FOUR = (
-    "mesh.ici.stage=4 mesh.ici.fsdp=2 pipeline.num_repeats=2 pipeline.num_microbatches=8 "
+    "mesh.ici.stage=4 mesh.ici.fsdp={} pipeline.num_repeats=2 pipeline.num_microbatches=8 "
     "pipeline.schedule={}"
 )
 TWO = (
@@ -63,8 +63,7 @@ def each(configurations: Sequence[str], key: str, values: Sequence[str]) -> list
 CUBES, SQUARES = ("2x2x2", "2x2x4", "2x4x4", "4x4x4"), ("2x4", "4x4", "4x8", "8x8")
 RINGS = [
     f"{FIRST} data.sequence_length=2048 data.global_batch_size={16 * size} {BFLOAT16} "
-    f"compile.topology={chip}:{slices[i]} mesh.ici.stage=4 mesh.ici.fsdp={size} "
-    "pipeline.num_repeats=2 pipeline.num_microbatches=8 pipeline.schedule=lockstep_1f1b "
+    f"compile.topology={chip}:{slices[i]} {FOUR.format(size, 'lockstep_1f1b')} "
     "pipeline.fsdp_gather=per_iteration"
     for i, size in enumerate((2, 4, 8, 16))
     for chip, slices in (("v5p", CUBES), ("v6e", SQUARES), ("v5e", SQUARES))
@@ -83,9 +82,9 @@ TABLES = {
         ("per_iteration", "auto"),
     ),
     "residual_stream": [
-        f"{FIRST} {TOKENS} {FOUR.format('lockstep_1f1b')} {V5P}",
-        f"{FIRST} {TOKENS} {FOUR.format('lockstep_1f1b')} {V5P} pipeline.remat_policy=minimal",
-        f"{FIRST} {TOKENS} {FOUR.format('circular')} {V5P}",
+        f"{FIRST} {TOKENS} {FOUR.format(2, 'lockstep_1f1b')} {V5P}",
+        f"{FIRST} {TOKENS} {FOUR.format(2, 'lockstep_1f1b')} {V5P} pipeline.remat_policy=minimal",
+        f"{FIRST} {TOKENS} {FOUR.format(2, 'circular')} {V5P}",
         f"{FIRST} {TOKENS} {EIGHT_TWICE} pipeline.num_microbatches=32",
         f"{FIRST} {LONG} {EIGHT_TWICE} pipeline.num_microbatches=16",
         f"{SECOND} {TWO}",

@@ -19,10 +19,12 @@ OF_BFLOAT16 = 5e-2  # what the order of sums changes at most; 2.2e-2 without 8 b
 STAGES = "stage=2 num_microbatches=4 "
 INT8 = "quantisation=int8 quantised_passes=full "
 FP8 = "quantisation=fp8 quantised_passes=full "
-FIRST = [INT8 + STAGES + "schedule=lockstep_1f1b fsdp=2 tensor=2"]
-# These differ little from it.
-FURTHER = [
+FIRST = [
+    INT8 + STAGES + "schedule=lockstep_1f1b fsdp=2 tensor=2",
     FP8 + STAGES + "schedule=1f1b tensor=2",
+]
+# These differ little from them.
+FURTHER = [
     INT8 + "engine=sequential num_microbatches=2 fsdp=2 tensor=2 context=2",
     FP8 + STAGES + "schedule=lockstep_zb remat_policy=minimal tensor=2",
     INT8 + STAGES + "schedule=circular num_repeats=2 fsdp_gather=per_repeat fsdp=2 tensor=2",

@@ -23,7 +23,7 @@ CASES = {
     "circular_per_repeat": STAGES + "schedule=circular fsdp_gather=per_repeat",
     "mpmd": STAGES + "schedule=interleaved_1f1b",
 }
-FIRST = ("sequential", "scheduled")
+FIRST = ("sequential", "scheduled", "mpmd")
 MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 
 
