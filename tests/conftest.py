@@ -143,6 +143,12 @@ def compiled_once(request, programs_of_process, few_maps):
         yield
 
 
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Work in a folder without runs: README's first run leaves `runs/base` in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")

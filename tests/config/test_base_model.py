@@ -10,6 +10,7 @@ from maxpipe.config import ConfigError, load, replace, to_yaml
 from maxpipe.config.load import derive_known
 from maxpipe.data.loader import check_base_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
 
 

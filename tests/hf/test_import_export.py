@@ -33,6 +33,8 @@ from maxpipe.storage.model_folders import LocalFile, LocalFolder
 from maxpipe.training.initial_weights import with_progress
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -21,6 +21,7 @@ from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders
 from maxpipe.storage.model_folders import LocalFolder, StoreFile
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
 MODEL = "s3://models/tiny"
 
